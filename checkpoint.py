@@ -1,0 +1,96 @@
+"""Checkpoints: written atomically, read without running any code they might hold.
+
+`ckpt.pt` holds all that is needed to go on bit for bit; `best.pt` only weights, configuration and
+tokenizer of the lowest validation loss.
+"""
+
+import os
+import pickle
+from pathlib import Path
+from typing import Any
+
+import torch
+
+FORMAT = 1  # raised when a checkpoint's layout changes
+
+
+def save(path: Path, content: dict[str, Any]) -> None:
+    """Write `content` to `path`; a crash or a full disk at any point leaves the old file intact."""
+    temporary = path.with_name(path.name + ".tmp")
+    try:
+        with open(temporary, "wb") as file:
+            torch.save({"format": FORMAT} | content, file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except (OSError, RuntimeError):  # torch reports a full disk as a RuntimeError
+        temporary.unlink(missing_ok=True)
+        raise
+    if os.name == "posix":  # make the rename itself durable
+        folder = os.open(path.parent, os.O_RDONLY)
+        os.fsync(folder)
+        os.close(folder)
+
+
+def load(path: Path) -> dict[str, Any]:
+    """Read a checkpoint onto the CPU. Tensors and plain values only: nothing in it is executed.
+
+    Raises ValueError when it is missing, damaged, or not one of ours.
+    """
+    try:
+        content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except FileNotFoundError:
+        raise ValueError(f"no checkpoint at {path}: train first, or check --out_dir") from None
+    except pickle.UnpicklingError:
+        raise ValueError(
+            f"{path} holds more than tensors and plain values; it was not loaded, because loading "
+            "it could run code"
+        ) from None
+    except (RuntimeError, EOFError, OSError, KeyError, ValueError) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise ValueError(f"{path} is damaged or not a checkpoint: {reason}") from None
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
+        found = content.get("format") if isinstance(content, dict) else type(content).__name__
+        raise ValueError(
+            f"{path} is no steadyGPT checkpoint of format {FORMAT} (found {found}); "
+            "nanoGPT's cannot be resumed, its architecture differs"
+        )
+    return content
+
+
+def set_aside(out_dir: Path) -> None:
+    """Move an earlier run's files to `out_dir/previous`, so that a new run cannot destroy them."""
+    found = [out_dir / name for name in ("ckpt.pt", "best.pt", "metrics.jsonl")]
+    found = [path for path in found if path.exists()]
+    if found:
+        (out_dir / "previous").mkdir(exist_ok=True)
+        for path in found:
+            os.replace(path, out_dir / "previous" / path.name)
+        print(f"note: moved an earlier run's files to {out_dir / 'previous'}")
+
+
+def check_same_model(saved: dict[str, Any], current: dict[str, Any], path: Path) -> None:
+    """Raises ValueError that names every setting in which two model configurations differ."""
+    differing = [key for key in current if saved.get(key) != current[key]]
+    if differing:
+        listed = ", ".join(f"{key} (checkpoint {saved.get(key)}, now {current[key]})"
+                           for key in differing)  # fmt: skip
+        raise ValueError(
+            f"cannot resume {path}: the model differs in {listed}; use the checkpoint's values, "
+            "or another --out_dir"
+        )
+
+
+def random_state(device: torch.device) -> dict[str, torch.Tensor]:
+    """The states of the random generators that training draws from (dropout)."""
+    state = {"cpu": torch.get_rng_state()}
+    if device.type in ("cuda", "mps"):
+        state[device.type] = getattr(torch, device.type).get_rng_state()
+    return state
+
+
+def set_random_state(state: dict[str, torch.Tensor], device: torch.device) -> None:
+    """Undo `random_state`; a generator the checkpoint does not have is left as it is."""
+    torch.set_rng_state(state["cpu"])
+    if device.type in state and device.type != "cpu":
+        getattr(torch, device.type).set_rng_state(state[device.type])

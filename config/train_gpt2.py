@@ -1,0 +1,22 @@
+"""GPT-2 (124M) shape on OpenWebText, one GPU with 24 GB or more.
+
+    python train.py config/train_gpt2.py
+
+About 0.5M tokens per iteration; 600,000 iterations are 300B tokens, as in nanoGPT, which reaches
+a validation loss of about 2.85.
+"""
+
+wandb_run_name = "gpt2-124M"
+
+batch_size = 12
+block_size = 1024
+gradient_accumulation_steps = 40
+
+max_iters = 600000
+lr_decay_iters = 600000
+
+eval_interval = 1000
+eval_iters = 200
+log_interval = 10
+
+weight_decay = 1e-1

@@ -1,0 +1,30 @@
+"""A very small GPT on tiny Shakespeare, character by character, on a laptop's CPU.
+
+python data/shakespeare_char/prepare.py
+python train.py config/train_shakespeare_char_cpu.py
+python sample.py --out_dir=out-shakespeare-char-cpu
+"""
+
+out_dir = "out-shakespeare-char-cpu"
+eval_interval = 250
+eval_iters = 20
+log_interval = 50
+always_save_checkpoint = False
+
+dataset = "shakespeare_char"
+gradient_accumulation_steps = 1
+batch_size = 12
+block_size = 64
+
+n_layer = 4
+n_head = 4
+n_embd = 128
+
+learning_rate = 1e-3
+max_iters = 2000
+lr_decay_iters = max_iters
+min_lr = 1e-4
+beta2 = 0.99
+warmup_iters = 100
+
+compile = False  # compiling takes longer than it saves here

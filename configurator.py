@@ -1,0 +1,201 @@
+"""Command-line and config-file overrides for flat scripts, checked, with `--help`.
+
+A script lists its settings as plain assignments at its top and then calls `configure(globals())`:
+
+    # optimizer
+    learning_rate = 6e-4  # peak learning rate
+
+    config = configure(globals())
+
+    $ python train.py config/train_gpt2.py --learning_rate=3e-4
+
+Settings are applied in the order given, so the last one wins. A config file is Python: it sees the
+current settings, may import, and may compute with names that begin with an underscore. Any other
+name must be a setting. The comment behind an assignment is its `--help` text.
+"""
+
+import ast
+import builtins
+import difflib
+import io
+import sys
+import tokenize
+from pathlib import Path
+from typing import Any, NamedTuple
+
+
+class Setting(NamedTuple):
+    """One `name = default  # comment` line of a script, under a `# section` comment."""
+
+    name: str
+    default: Any
+    types: tuple[type, ...]
+    comment: str
+    section: str
+
+
+def read_settings(script: str | Path) -> dict[str, Setting]:
+    """The settings of a script, read from its source without running it.
+
+    They are its literal module-level assignments before the line that calls `configure`. An
+    annotation such as `batch_size: int | str = 12` allows several types.
+    """
+    source = Path(script).read_text(encoding="utf-8")
+    comments, headings = {}, {}
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            alone = token.line.strip() == token.string
+            (headings if alone else comments)[token.start[0]] = token.string.lstrip("# ")
+
+    settings, section = {}, ""
+    for node in ast.parse(source).body:
+        if isinstance(node, ast.Assign):
+            target, annotation = node.targets[0], None
+        elif isinstance(node, ast.AnnAssign):
+            target, annotation = node.target, node.annotation
+        else:
+            continue
+        if isinstance(node.value, ast.Call) and getattr(node.value.func, "id", "") == "configure":
+            break
+        try:
+            default = ast.literal_eval(node.value)
+        except ValueError:
+            continue  # not a literal: a constant of the script, not a setting
+        line = node.lineno - 1
+        while line in headings:  # the first line of a comment block names the section
+            section = headings[line]
+            line -= 1
+        types = (type(default),)
+        if annotation is not None:
+            types = tuple(getattr(builtins, t.strip()) for t in ast.unparse(annotation).split("|"))
+        settings[target.id] = Setting(
+            target.id, default, types, comments.get(node.end_lineno, ""), section
+        )
+    return settings
+
+
+def configure(namespace: dict[str, Any], base: str | Path | None = None) -> dict[str, Any]:
+    """Apply `sys.argv` to the settings of the calling script and return all of them.
+
+    Args:
+        namespace: the script's `globals()`; its settings are updated in place.
+        base: another script whose settings are accepted too (bench.py takes those of train.py).
+
+    Raises ValueError that names key, value and remedy for anything it cannot accept. From here on
+    a ValueError that this project raises ends the script with its one line and no traceback.
+    """
+    sys.excepthook = one_line_errors
+    settings = read_settings(base) if base else {}
+    settings |= read_settings(namespace["__file__"])
+    if {"--help", "-h"} & set(sys.argv[1:]):
+        print(describe(settings, Path(namespace["__file__"]).name))
+        raise SystemExit(0)
+    config = resolve(settings, sys.argv[1:])
+    namespace.update(config)
+    return config
+
+
+def resolve(settings: dict[str, Setting], arguments: list[str]) -> dict[str, Any]:
+    """Settings after the config files and `--key=value` arguments, in the order given."""
+    config = {name: setting.default for name, setting in settings.items()}
+    for argument in arguments:
+        if not argument.startswith("-"):
+            run_config_file(argument, settings, config)
+            continue
+        key, equals, text = argument.lstrip("-").partition("=")  # only the first "=" separates
+        if key not in settings:
+            raise ValueError(f"unknown setting {argument!r}{nearest(key, settings)}")
+        if not equals or not argument.startswith("--"):
+            raise ValueError(f"{argument!r} has no value: write --{key}={settings[key].default}")
+        config[key] = check(settings[key], parse(text, settings[key].types), f"--{argument[2:]}")
+    return config
+
+
+def run_config_file(path: str, settings: dict[str, Setting], config: dict[str, Any]) -> None:
+    """Run a Python config file and take over its settings."""
+    try:
+        source = Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        hint = "" if "=" not in path else f" (a setting is written --{path})"
+        raise ValueError(f"cannot read config file {path!r}: {error.strerror}{hint}") from None
+    namespace = dict(config, __file__=path)
+    try:
+        exec(compile(source, path, "exec"), namespace)
+    except Exception as error:
+        raise ValueError(f"config file {path} failed: {type(error).__name__}: {error}") from None
+    defined = set()  # imported modules, functions and classes are tools, not settings
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            defined |= {(alias.asname or alias.name).split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.FunctionDef | ast.ClassDef):
+            defined.add(node.name)
+    for key, value in namespace.items():
+        if key in settings:
+            config[key] = check(settings[key], value, f"{key} = {value!r} in {path}")
+        elif not key.startswith("_") and key not in defined:
+            raise ValueError(
+                f"unknown setting {key!r} in {path}{nearest(key, settings)} "
+                "(names of your own begin with an underscore)"
+            )
+
+
+def parse(text: str, types: tuple[type, ...]) -> Any:
+    """Command-line text as the first of `types` that it can be read as, else the text itself."""
+    for kind in types:
+        if kind is bool and text.lower() in ("true", "false"):
+            return text.lower() == "true"
+        if kind in (int, float):
+            try:
+                return kind(text)
+            except ValueError:
+                pass
+    return text
+
+
+def check(setting: Setting, value: Any, where: str) -> Any:
+    """`value` if it has one of the setting's types; an int is welcome where a float is expected."""
+    if type(value) in setting.types:
+        return value
+    if float in setting.types and type(value) is int:
+        return float(value)
+    expected = " or ".join(kind.__name__ for kind in setting.types)
+    raise ValueError(f"{where}: {setting.name} takes a value of type {expected}, not {value!r}")
+
+
+def nearest(key: str, settings: dict[str, Setting]) -> str:
+    """`, did you mean ...?`, or where to look when nothing is close."""
+    close = difflib.get_close_matches(key.replace("-", "_"), settings, n=1)
+    return f", did you mean {close[0]!r}?" if close else "; --help lists them all"
+
+
+def describe(settings: dict[str, Setting], script: str) -> str:
+    """The text of `--help`: every setting with its default and comment, by section."""
+    lines = [f"usage: python {script} [config/FILE.py ...] [--key=value ...]"]
+    width = max(len(f"--{s.name}={s.default}") for s in settings.values())
+    section = None
+    for setting in settings.values():
+        if setting.section != section:
+            section = setting.section
+            lines += ["", section]
+        shown = (
+            f"--{setting.name}={setting.default!r}"
+            if setting.default == "\n"
+            else (f"--{setting.name}={setting.default}")
+        )
+        lines.append(f"  {shown:{width}}  {setting.comment}")
+    return "\n".join(lines)
+
+
+def one_line_errors(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+    """An excepthook: ValueErrors raised by this project's own files are meant for the user."""
+    innermost = trace
+    while innermost is not None and innermost.tb_next is not None:
+        innermost = innermost.tb_next
+    raised_in = Path(innermost.tb_frame.f_code.co_filename if innermost else "").resolve()
+    ours = Path(__file__).resolve().parent in raised_in.parents
+    if kind is ValueError and ours and "site-packages" not in raised_in.parts:
+        print(f"error: {error}", file=sys.stderr)
+    elif kind is KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+    else:
+        sys.__excepthook__(kind, error, trace)

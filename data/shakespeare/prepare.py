@@ -1,0 +1,20 @@
+"""Tiny Shakespeare in GPT-2's byte-pair encoding (nanoGPT's data set, the same split).
+
+python data/shakespeare/prepare.py
+python data/shakespeare/prepare.py --input=input.txt
+"""
+
+import sys
+from pathlib import Path
+
+sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[2])]
+from configurator import configure
+from tiny_shakespeare import tiny_shakespeare
+from tokenizer import GPT2Tokenizer
+from writer import split_text, write_dataset
+
+input = ""  # a local copy of the text; default: download it
+
+configure(globals())
+
+write_dataset(Path(__file__).parent, GPT2Tokenizer(), split_text(tiny_shakespeare(input)))

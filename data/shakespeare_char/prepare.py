@@ -1,0 +1,21 @@
+"""Tiny Shakespeare, one token per character (nanoGPT's data set, the same split).
+
+python data/shakespeare_char/prepare.py
+python data/shakespeare_char/prepare.py --input=input.txt
+"""
+
+import sys
+from pathlib import Path
+
+sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[2])]
+from configurator import configure
+from tiny_shakespeare import tiny_shakespeare
+from tokenizer import CharTokenizer
+from writer import split_text, write_dataset
+
+input = ""  # a local copy of the text; default: download it
+
+configure(globals())
+
+text = tiny_shakespeare(input)
+write_dataset(Path(__file__).parent, CharTokenizer.train(text), split_text(text))

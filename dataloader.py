@@ -1,0 +1,212 @@
+"""Token files in, batches out: which sequences make up step N is a pure function of (seed, N).
+
+Training data is read in epochs. Each epoch cuts the tokens into windows of `block_size`, starting
+at a random phase, and visits every window once, in random order. Step N takes the next
+`batch_size * gradient_accumulation_steps` windows of that endless list; a micro-batch of a process
+is a slice of them. So the data does not depend on the micro-batch size, the number of processes or
+how often a run was resumed.
+"""
+
+import json
+import mmap
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+Batch = tuple[torch.Tensor, torch.Tensor]  # tokens and targets, (batch_size, block_size) int64
+
+SCAN_TOKENS = 2**28  # ids checked when a file is opened; what lies beyond is checked as it is read
+
+
+def read_meta(folder: Path) -> dict[str, Any]:
+    """The data set's meta.json, or an empty dict for nanoGPT's bare .bin files.
+
+    Raises ValueError, with the command to run, when the data set is not there.
+    """
+    if not (folder / "train.bin").exists():
+        prepare = folder / "prepare.py"
+        raise ValueError(
+            f"no data set at {folder} (train.bin is missing): "
+            + (f"run python {prepare}" if prepare.exists() else "see data/ for the ones there are, "
+               "or make one of your own text with python data/text/prepare.py --input=FILE")
+        )  # fmt: skip
+    try:
+        return json.loads((folder / "meta.json").read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except ValueError as error:
+        raise ValueError(f"{folder / 'meta.json'} is not valid JSON: {error}") from None
+
+
+class TokenFile:
+    """A memory-mapped file of token ids, checked on opening.
+
+    Raises ValueError when it is missing, empty, of odd size, too short for one window of
+    `block_size` tokens and its targets, or holds an id outside the vocabulary.
+    """
+
+    def __init__(self, path: Path, block_size: int, vocab_size: int, dtype: str = "uint16"):
+        self.path, self.block_size, self.vocab_size = path, block_size, vocab_size
+        if not path.exists():
+            raise ValueError(f"{path} is missing: prepare the data set again")
+        size, width = path.stat().st_size, np.dtype(dtype).itemsize
+        if size == 0 or size % width:
+            raise ValueError(
+                f"{path} has {size} bytes, not a positive multiple of {width} ({dtype} tokens): "
+                "prepare the data set again"
+            )
+        self.tokens = np.memmap(path, dtype=np.dtype(dtype).newbyteorder("<"), mode="r")
+        if len(self.tokens) <= block_size:
+            raise ValueError(
+                f"{path} has {len(self.tokens)} tokens, but block_size={block_size} needs at "
+                f"least {block_size + 1}: use more data or --block_size={len(self.tokens) - 1}"
+            )
+        for start in range(0, min(len(self.tokens), SCAN_TOKENS), 2**24):
+            self.check(self.tokens[start : start + 2**24])
+        self.release()
+
+    def check(self, ids: np.ndarray) -> None:
+        """Raises ValueError if an id is outside the vocabulary (on a GPU it would be an assert)."""
+        if ids.max() >= self.vocab_size:
+            raise ValueError(
+                f"{self.path} holds token id {ids.max()}, but the model's vocabulary has "
+                f"{self.vocab_size}: set --vocab_size, or prepare the data set again"
+            )
+
+    def release(self) -> None:
+        """Unmap the pages read so far, so that resident memory stays constant (the OS caches)."""
+        if hasattr(mmap, "MADV_DONTNEED"):
+            self.tokens._mmap.madvise(mmap.MADV_DONTNEED)
+
+    def windows(self, starts: np.ndarray) -> np.ndarray:
+        """The windows at token offsets `starts`, (len(starts), block_size + 1) int64."""
+        ids = np.stack([self.tokens[s : s + self.block_size + 1] for s in starts]).astype(np.int64)
+        self.release()
+        self.check(ids)
+        return ids
+
+
+class DataLoader:
+    """Micro-batches of one process, read one ahead by a thread and pinned for a GPU.
+
+    Args:
+        file: the training tokens.
+        batch_size: sequences in a micro-batch of one process.
+        accumulation: micro-batches in a step, all processes counted together.
+        offset: windows drawn before step 0; non-zero after a resume with another global batch.
+    """
+
+    def __init__(
+        self,
+        file: TokenFile,
+        batch_size: int,
+        accumulation: int,
+        seed: int,
+        device: torch.device,
+        rank: int = 0,
+        world_size: int = 1,
+        offset: int = 0,
+    ):
+        self.file, self.batch_size, self.seed, self.device = file, batch_size, seed, device
+        self.accumulation, self.rank, self.world_size = accumulation, rank, world_size
+        self.offset = offset
+        self.reader = ThreadPoolExecutor(max_workers=1)
+        n_tokens = len(file.tokens)
+        self.windows_per_epoch = max(1, n_tokens // file.block_size - 1)
+        self.phases = min(file.block_size, n_tokens - self.windows_per_epoch * file.block_size)
+
+    def position(self, step: int) -> int:
+        """Windows drawn from the endless list before `step`."""
+        return self.offset + step * self.batch_size * self.accumulation
+
+    def starts(self, step: int, micro_step: int) -> np.ndarray:
+        """Token offsets of this process's windows in micro-step `micro_step` of `step`."""
+        first = (micro_step * self.world_size + self.rank) * self.batch_size
+        indices = self.position(step) + first + np.arange(self.batch_size)
+        starts = np.empty_like(indices)
+        for i, index in enumerate(indices):
+            epoch, nth = divmod(int(index), self.windows_per_epoch)
+            phase = scramble(epoch, key=self.seed) % self.phases
+            window = permute(nth, self.windows_per_epoch, key=scramble(self.seed, key=epoch + 1))
+            starts[i] = phase + window * self.file.block_size
+        return starts
+
+    def micro_batches(self, step: int) -> Iterator[Batch]:
+        """Every micro-batch of this process from `step` on, without end."""
+        micro_steps = self.accumulation // self.world_size
+
+        def read(n: int) -> Batch:
+            return to_batch(self.file.windows(self.starts(*divmod(n, micro_steps))), self.device)
+
+        n = step * micro_steps
+        pending = self.reader.submit(read, n)
+        while True:
+            n += 1
+            pending, ready = self.reader.submit(read, n), pending
+            tokens, targets = ready.result()
+            yield (
+                tokens.to(self.device, non_blocking=True),
+                targets.to(self.device, non_blocking=True),
+            )
+
+
+def validation_batches(
+    file: TokenFile,
+    batch_size: int,
+    n_sequences: int,
+    device: torch.device,
+    rank: int = 0,
+    world_size: int = 1,
+) -> Iterator[Batch]:
+    """The same `n_sequences` windows every time, spread evenly over the file, as full batches.
+
+    Each process takes every `world_size`-th batch.
+    """
+    starts = np.linspace(0, len(file.tokens) - file.block_size - 1, n_sequences).astype(np.int64)
+    for first in range(rank * batch_size, n_sequences, world_size * batch_size):
+        tokens, targets = to_batch(file.windows(starts[first : first + batch_size]), device)
+        yield tokens.to(device, non_blocking=True), targets.to(device, non_blocking=True)
+
+
+def to_batch(windows: np.ndarray, device: torch.device) -> Batch:
+    """Tokens and, one position later, targets; in page-locked memory if the device is a GPU."""
+    ids = torch.from_numpy(windows)
+    tokens, targets = ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
+    if device.type == "cuda":
+        tokens, targets = tokens.pin_memory(), targets.pin_memory()
+    return tokens, targets
+
+
+MASK64 = 2**64 - 1
+
+
+def scramble(value: int, key: int) -> int:
+    """A well-mixed 64-bit hash of (value, key): the finaliser of SplitMix64 (Steele et al. 2014).
+
+    Written out so that the data order never changes with a library's version.
+    """
+    z = (value * 0x9E3779B97F4A7C15 + key * 0xD1342543DE82EF95 + 0x632BE59BD9B4E019) & MASK64
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & MASK64
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & MASK64
+    return z ^ (z >> 31)
+
+
+def permute(index: int, n: int, key: int) -> int:
+    """Where a random permutation of range(n) sends `index`, in constant memory for any n.
+
+    A Feistel network on the next even number of bits, walked until it lands inside range(n)
+    (Black and Rogaway 2002, "Ciphers with arbitrary finite domains").
+    """
+    half_bits = max(1, ((n - 1).bit_length() + 1) // 2)
+    half_mask = (1 << half_bits) - 1
+    while True:
+        left, right = index >> half_bits, index & half_mask
+        for round_number in range(8):
+            left, right = right, left ^ (scramble(right, key + round_number) & half_mask)
+        index = left << half_bits | right
+        if index < n:
+            return index

@@ -1,0 +1,337 @@
+"""A GPT in one file: RMSNorm, rotary embeddings (RoPE), grouped-query attention (GQA), SwiGLU.
+
+Pre-norm decoder without biases, in the layout of Hugging Face's Llama, so weights convert without
+permutation. `GPT.forward` gives the loss without ever holding all logits (see loss.py);
+`GPT.generate` decodes with a KV cache of static shape.
+
+Shapes: B batch, T tokens, C n_embd, H n_head, K n_kv_head, D head_dim, V vocab_size, S cache length.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from loss import linear_cross_entropy
+
+
+@dataclass
+class GPTConfig:
+    """Everything that defines the architecture. Raises ValueError on values that do not fit."""
+
+    block_size: int = 1024  # the longest context
+    vocab_size: int = 50304  # GPT-2's 50257 rounded up to a multiple of 64
+    n_layer: int = 12
+    n_head: int = 12
+    n_kv_head: int = 0  # key/value heads; 0: as many as n_head
+    n_embd: int = 768
+    n_hidden: int = 0  # width of the MLP; 0: 8/3 n_embd, rounded up to a multiple of 64
+    dropout: float = 0.0
+    rope_theta: float = 10000.0
+    norm_eps: float = 1e-5
+    qk_norm: bool = False  # RMSNorm on queries and keys
+    tied_embeddings: bool = True  # lm_head shares token_embedding's weight
+
+    def __post_init__(self):
+        self.n_kv_head = self.n_kv_head or self.n_head
+        self.n_hidden = self.n_hidden or math.ceil(8 * self.n_embd / 3 / 64) * 64
+        for name in ("block_size", "vocab_size", "n_layer", "n_head", "n_kv_head", "n_embd"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+        if self.n_embd % self.n_head:
+            raise ValueError(
+                f"n_embd={self.n_embd} is not divisible by n_head={self.n_head}: "
+                f"use n_embd={math.ceil(self.n_embd / self.n_head) * self.n_head}"
+            )
+        if self.n_head % self.n_kv_head:
+            divisors = [k for k in range(1, self.n_head + 1) if self.n_head % k == 0]
+            raise ValueError(
+                f"n_head={self.n_head} is not divisible by n_kv_head={self.n_kv_head}: "
+                f"use one of {', '.join(map(str, divisors))}"
+            )
+        if self.head_dim % 2:
+            raise ValueError(
+                f"head dimension n_embd / n_head = {self.head_dim} is odd, but rotary embeddings "
+                f"turn pairs: use n_embd={self.n_head * (self.head_dim + 1)}"
+            )
+        if not 0.0 <= self.dropout < 1.0:
+            raise ValueError(f"dropout={self.dropout} must be at least 0 and below 1")
+
+    @property
+    def head_dim(self) -> int:
+        return self.n_embd // self.n_head
+
+
+class RMSNorm(nn.Module):
+    """x / rms(x) * weight, computed in float32, returned in x's dtype (Zhang, Sennrich 2019)."""
+
+    def __init__(self, size: int, eps: float):
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(size))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x.float(), self.weight.shape, self.weight.float(), self.eps).type_as(x)
+
+
+def rope_tables(positions: Tensor, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
+    """Cosines and signed sines of the angles at `positions` (T,), each (T, 1, D), in float32."""
+    exponents = (
+        torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float32) / head_dim
+    )
+    angles = positions[:, None, None].float() * theta**-exponents  # (T, 1, D / 2)
+    cos, sin = angles.cos(), angles.sin()
+    return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
+
+
+def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn the pairs (i, i + D / 2) of x (B, T, heads, D) by their positions' angles.
+
+    The result has x's dtype: promoted to float32 it would slow attention down or disable its fast
+    kernels (Su et al. 2021, "RoFormer").
+    """
+    swapped = x.roll(x.shape[-1] // 2, dims=-1)
+    return torch.addcmul(x.float() * cos, swapped.float(), sin).type_as(x)
+
+
+class KVCache:
+    """Keys and values of the tokens decoded so far, in static shapes, the position on the device.
+
+    Nothing about it changes from step to step but the contents of its tensors, so a decoding step
+    can be compiled and captured in a CUDA graph.
+    """
+
+    def __init__(self, config: GPTConfig, batch_size: int, length: int, device, dtype: torch.dtype):
+        shape = (config.n_layer, batch_size, config.n_kv_head, length, config.head_dim)
+        self.keys = torch.zeros(shape, device=device, dtype=dtype)
+        self.values = torch.zeros(shape, device=device, dtype=dtype)
+        self.position = torch.zeros((), device=device, dtype=torch.int64)  # tokens held
+
+
+class Attention(nn.Module):
+    """Causal self-attention whose query heads share n_kv_head key/value heads (Ainslie 2023)."""
+
+    def __init__(self, config: GPTConfig):
+        super().__init__()
+        self.n_head, self.n_kv_head = config.n_head, config.n_kv_head
+        self.head_dim, self.dropout = config.head_dim, config.dropout
+        self.q_proj = nn.Linear(config.n_embd, self.n_head * self.head_dim, bias=False)
+        self.k_proj = nn.Linear(config.n_embd, self.n_kv_head * self.head_dim, bias=False)
+        self.v_proj = nn.Linear(config.n_embd, self.n_kv_head * self.head_dim, bias=False)
+        self.o_proj = nn.Linear(self.n_head * self.head_dim, config.n_embd, bias=False)
+        self.qk_norm = config.qk_norm
+        if self.qk_norm:
+            self.q_norm = RMSNorm(self.head_dim, config.norm_eps)
+            self.k_norm = RMSNorm(self.head_dim, config.norm_eps)
+
+    def forward(
+        self,
+        x: Tensor,
+        rope: tuple[Tensor, Tensor],
+        cache: KVCache | None = None,
+        layer: int = 0,
+        positions: Tensor | None = None,
+    ) -> Tensor:
+        B, T, C = x.shape
+        # one product for all three: three small ones would each read x, and sum three gradients
+        qkv_weight = torch.cat((self.q_proj.weight, self.k_proj.weight, self.v_proj.weight))
+        heads = F.linear(x, qkv_weight).view(B, T, -1, self.head_dim)  # (B, T, H + 2 K, D)
+        qk, v = heads.split((self.n_head + self.n_kv_head, self.n_kv_head), dim=2)
+        if self.qk_norm:
+            q, k = qk.split((self.n_head, self.n_kv_head), dim=2)
+            qk = torch.cat((self.q_norm(q), self.k_norm(k)), dim=2)
+        q, k = apply_rope(qk, *rope).split(
+            (self.n_head, self.n_kv_head), dim=2
+        )  # (B, T, H or K, D)
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, H or K, T, D)
+        if cache is None:
+            y = F.scaled_dot_product_attention(
+                q, k, v, is_causal=True, dropout_p=self.dropout if self.training else 0.0,
+                enable_gqa=self.n_kv_head != self.n_head,
+            )  # (B, H, T, D)  # fmt: skip
+        else:
+            y = self.attend_cache(q, k, v, cache, layer, positions)
+        return self.o_proj(y.transpose(1, 2).reshape(B, T, self.n_head * self.head_dim))
+
+    def attend_cache(
+        self, q: Tensor, k: Tensor, v: Tensor, cache: KVCache, layer: int, positions: Tensor
+    ) -> Tensor:
+        """Store k and v at `positions` (T,) and attend to all that the cache holds; (B, H, T, D)."""
+        B, H, T, D = q.shape
+        group = H // self.n_kv_head  # query heads of a key/value head become rows of one product
+        keys = cache.keys[layer].index_copy_(2, positions, k)  # (B, K, S, D)
+        values = cache.values[layer].index_copy_(2, positions, v)
+        visible = torch.arange(keys.shape[2], device=q.device) <= positions[:, None]  # (T, S)
+        y = F.scaled_dot_product_attention(
+            q.reshape(B, self.n_kv_head, group * T, D), keys, values,
+            attn_mask=visible.repeat(group, 1),
+        )  # fmt: skip
+        return y.view(B, H, T, D)
+
+
+class MLP(nn.Module):
+    """SwiGLU: a SiLU-gated linear unit (Shazeer 2020, "GLU variants improve transformer")."""
+
+    def __init__(self, config: GPTConfig):
+        super().__init__()
+        self.gate_proj = nn.Linear(config.n_embd, config.n_hidden, bias=False)
+        self.up_proj = nn.Linear(config.n_embd, config.n_hidden, bias=False)
+        self.down_proj = nn.Linear(config.n_hidden, config.n_embd, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Block(nn.Module):
+    def __init__(self, config: GPTConfig):
+        super().__init__()
+        self.attention_norm = RMSNorm(config.n_embd, config.norm_eps)
+        self.attention = Attention(config)
+        self.mlp_norm = RMSNorm(config.n_embd, config.norm_eps)
+        self.mlp = MLP(config)
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], *cached) -> Tensor:
+        x = x + self.dropout(self.attention(self.attention_norm(x), rope, *cached))
+        return x + self.dropout(self.mlp(self.mlp_norm(x)))
+
+
+class GPT(nn.Module):
+    def __init__(self, config: GPTConfig):
+        super().__init__()
+        self.config = config
+        self.token_embedding = nn.Embedding(config.vocab_size, config.n_embd)
+        self.dropout = nn.Dropout(config.dropout)
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layer))
+        self.final_norm = RMSNorm(config.n_embd, config.norm_eps)
+        self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
+        if config.tied_embeddings:
+            self.lm_head.weight = self.token_embedding.weight
+        self.apply(self.init_weights)
+
+    def init_weights(self, module: nn.Module) -> None:
+        """Normal with standard deviation 0.02, as GPT-2."""
+        if isinstance(module, nn.Linear | nn.Embedding):
+            nn.init.normal_(module.weight, std=0.02)
+        if isinstance(module, Block):  # the two that write to the residual stream start smaller
+            for projection in (module.attention.o_proj, module.mlp.down_proj):
+                nn.init.normal_(projection.weight, std=0.02 / math.sqrt(2 * self.config.n_layer))
+
+    def forward(
+        self, tokens: Tensor, targets: Tensor | None = None, cache: KVCache | None = None
+    ) -> Tensor:
+        """Loss if `targets` are given, else logits.
+
+        Args:
+            tokens: (B, T) int64, T at most block_size.
+            targets: (B, T) int64; positions of -1 do not count.
+            cache: holds the tokens before these, and takes these up.
+
+        Returns the mean loss (scalar, float32), or logits (B, T, V); with a cache only the last
+        position's, (B, 1, V).
+        """
+        T = tokens.shape[1]
+        positions = torch.arange(T, device=tokens.device)  # (T,)
+        if cache is not None:
+            positions = positions + cache.position
+        rope = rope_tables(positions, self.config.head_dim, self.config.rope_theta)
+        x = self.dropout(self.token_embedding(tokens))  # (B, T, C)
+        for layer, block in enumerate(self.blocks):
+            x = block(x, rope) if cache is None else block(x, rope, cache, layer, positions)
+        x = self.final_norm(x)
+        if targets is not None:
+            return linear_cross_entropy(x.flatten(0, 1), self.lm_head.weight, targets.flatten())
+        if cache is not None:
+            cache.position += T
+            x = x[:, -1:]
+        return self.lm_head(x)
+
+    @torch.no_grad()
+    def generate(
+        self,
+        tokens: Tensor,
+        max_new_tokens: int,
+        temperature: float = 1.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        vocab_size: int | None = None,
+        generator: torch.Generator | None = None,
+        on_token: Callable[[Tensor], None] | None = None,
+    ) -> Tensor:
+        """Continue every row of `tokens` (B, T), each row drawing on its own.
+
+        Args:
+            temperature: 0 takes the likeliest token. top_k, top_p: see `draw`.
+            vocab_size: ids from here on are never drawn (the padding of a vocabulary).
+            on_token: called with every new column (B,) as it is drawn.
+
+        Returns (B, T + max_new_tokens). Of a prompt longer than block_size the model sees the end;
+        when the context is full, it goes on with the newer half of it.
+        """
+        size = self.config.block_size
+        length = min(size, tokens.shape[1] + max_new_tokens)
+        dtype = self.lm_head.weight.dtype
+        if torch.is_autocast_enabled(tokens.device.type):
+            dtype = torch.get_autocast_dtype(tokens.device.type)
+        cache = KVCache(self.config, tokens.shape[0], length, tokens.device, dtype)
+        held, context = 0, tokens[:, -size:]
+        for _ in range(max_new_tokens):
+            if held + context.shape[1] > size:
+                cache.position.zero_()
+                held, context = 0, tokens[:, -(size // 2 or 1) :]
+            logits = self(context, cache=cache)[:, -1, :vocab_size]  # (B, V)
+            held += context.shape[1]
+            new = draw(logits.float(), temperature, top_k, top_p, generator)  # (B,)
+            context = new[:, None]
+            tokens = torch.cat((tokens, context), dim=1)
+            if on_token is not None:
+                on_token(new)
+        return tokens
+
+    def num_params(self) -> int:
+        """Number of parameters, a tied embedding counted once."""
+        return sum(p.numel() for p in self.parameters())
+
+    def flops_per_token(self) -> int:
+        """FLOPs of a training step per token: 6 N + 12 L H D T (PaLM's appendix B).
+
+        As usual it leaves out embedding look-ups and takes attention as if it were not causal.
+        """
+        config = self.config
+        n = self.num_params() - (
+            0 if config.tied_embeddings else self.token_embedding.weight.numel()
+        )
+        return 6 * n + 12 * config.n_layer * config.n_embd * config.block_size
+
+    def settings(self) -> dict[str, int | float | bool]:
+        """The configuration as plain values, for checkpoints: `GPT(GPTConfig(**settings))`."""
+        return asdict(self.config)
+
+
+def draw(
+    logits: Tensor,
+    temperature: float = 1.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    generator: torch.Generator | None = None,
+) -> Tensor:
+    """One token per row of `logits` (B, V); returns (B,).
+
+    temperature 0 is greedy; top_k 0 and top_p 1 keep every token; otherwise only the k likeliest,
+    then the fewest whose probabilities reach top_p (Holtzman et al. 2020).
+    """
+    if temperature == 0.0:
+        return logits.argmax(dim=-1)
+    logits = logits / temperature
+    if 0 < top_k < logits.shape[-1]:
+        threshold = logits.topk(top_k, dim=-1).values[:, -1:]
+        logits = logits.masked_fill(logits < threshold, -math.inf)
+    if top_p < 1.0:
+        ordered, order = logits.sort(dim=-1, descending=True)
+        probs = ordered.softmax(dim=-1)
+        beyond = probs.cumsum(dim=-1) - probs >= top_p  # never the first
+        logits = logits.masked_fill(beyond.gather(1, order.argsort(dim=-1)), -math.inf)
+    return torch.multinomial(logits.softmax(dim=-1), 1, generator=generator).squeeze(1)

@@ -1,0 +1,45 @@
+"""The optimizer's parameter groups and the learning-rate schedules."""
+
+import math
+from typing import Any
+
+import torch
+from torch import nn
+
+SCHEDULES = ("cosine", "wsd")
+
+
+def build_optimizer(
+    model: nn.Module, learning_rate: float, betas: tuple[float, float], weight_decay: float
+) -> torch.optim.AdamW:
+    """Fused AdamW that decays matrices and embeddings, but no norm weights."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": weight_decay},
+        {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=learning_rate, betas=betas, fused=True)
+
+
+def learning_rate_at(step: int, config: dict[str, Any]) -> float:
+    """The learning rate of step `step`: linear warm-up, then the schedule, then `min_lr`.
+
+    cosine: half a cosine from the end of warm-up to `lr_decay_iters` (Loshchilov and Hutter 2017).
+    wsd: constant, then over the last `decay_fraction` of `lr_decay_iters` down with
+    1 - sqrt(progress) (Haegele et al. 2024, "Scaling laws and compute-optimal training beyond
+    fixed training durations").
+    """
+    peak, floor = config["learning_rate"], config["min_lr"]
+    warmup, end = config["warmup_iters"], config["lr_decay_iters"]
+    if step < warmup:
+        return peak * (step + 1) / (warmup + 1)
+    if not config["decay_lr"]:
+        return peak
+    if step >= end:
+        return floor
+    if config["lr_schedule"] == "cosine":
+        shape = 0.5 * (1.0 + math.cos(math.pi * (step - warmup) / (end - warmup)))
+    else:
+        start = max(warmup, end - round(config["decay_fraction"] * end))
+        shape = 1.0 - math.sqrt((step - start) / (end - start)) if step > start else 1.0
+    return floor + shape * (peak - floor)

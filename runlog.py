@@ -1,0 +1,122 @@
+"""Where a run's numbers go: the terminal, `metrics.jsonl` in its folder, and wandb if asked."""
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+
+class RunLog:
+    """Lines and a progress bar on the terminal, one JSON object per entry in metrics.jsonl.
+
+    With eval_only, metrics.jsonl stays as it is.
+    On resume, entries from `start_iter` on (made after the checkpoint was saved) are dropped, so
+    that there is one entry per iteration however often a run is stopped.
+    """
+
+    def __init__(self, out_dir: Path, config: dict[str, Any], start_iter: int):
+        self.path = out_dir / "metrics.jsonl"
+        self.keeps_metrics = not config["eval_only"]
+        if self.keeps_metrics:
+            kept = [entry for entry in read_metrics(self.path) if entry["iter"] < start_iter]
+            temporary = self.path.with_suffix(".tmp")
+            temporary.write_text("".join(json.dumps(e) + "\n" for e in kept), encoding="utf-8")
+            os.replace(temporary, self.path)
+        self.bar = None
+        if sys.stdout.isatty():
+            try:
+                from tqdm import tqdm
+
+                self.bar = tqdm(
+                    total=config["max_iters"], initial=start_iter, unit="it", dynamic_ncols=True
+                )
+            except ImportError:
+                pass  # plain lines do
+        self.wandb = self.start_wandb(out_dir, config) if config["wandb_log"] else None
+
+    def start_wandb(self, out_dir: Path, config: dict[str, Any]) -> Any:
+        """The wandb run, the same one after a resume; None if wandb fails, which stops nothing."""
+        id_file = out_dir / "wandb_id"
+        resumed = config["init_from"] == "resume" and id_file.exists()
+        try:
+            import wandb
+
+            run = wandb.init(
+                project=config["wandb_project"],
+                name=config["wandb_run_name"],
+                config=config,
+                dir=out_dir,
+                id=id_file.read_text(encoding="utf-8") if resumed else None,
+                resume="allow",
+            )
+            id_file.write_text(run.id, encoding="utf-8")
+            return run
+        except Exception as error:
+            self.line(f"warning: no wandb for this run ({type(error).__name__}: {error})")
+            return None
+
+    def line(self, text: str) -> None:
+        """Print a line, above the progress bar where there is one."""
+        if self.bar is not None:
+            self.bar.write(text)
+        else:
+            print(text, flush=True)
+
+    def step(self, entry: dict[str, Any]) -> None:
+        """Log a training step: the keys that README.md lists, `None` where a value is unknown."""
+        parts = [
+            f"iter {entry['iter']:6d}",
+            f"loss {entry['loss']:7.4f}",
+            f"lr {entry['lr']:.2e}",
+            f"norm {entry['grad_norm']:6.2f}",
+            f"{entry['ms']:8.1f} ms",
+            f"{entry['tokens_per_s']:9,.0f} tokens/s",
+        ]
+        if entry["mfu"] is not None:
+            parts.append(f"mfu {entry['mfu']:6.1%}")
+        if entry["memory_gib"] is not None:
+            parts.append(f"{entry['memory_gib']:6.2f} GiB")
+        self.line(" | ".join(parts))
+        self.write(entry)
+
+    def evaluation(self, entry: dict[str, Any], note: str = "") -> None:
+        """Log an evaluation: iter, train_loss and val_loss."""
+        self.line(
+            f"iter {entry['iter']:6d} | train loss {entry['train_loss']:7.4f} | "
+            f"val loss {entry['val_loss']:7.4f}{note}"
+        )
+        self.write(entry)
+
+    def write(self, entry: dict[str, Any]) -> None:
+        if self.keeps_metrics:
+            with open(self.path, "a", encoding="utf-8") as file:
+                file.write(json.dumps(entry) + "\n")
+        if self.wandb is not None:
+            try:
+                self.wandb.log(entry, step=entry["iter"])
+            except Exception as error:
+                self.line(f"warning: wandb stopped logging ({type(error).__name__}: {error})")
+                self.wandb = None
+
+    def progress(self, iter_num: int) -> None:
+        if self.bar is not None:
+            self.bar.update(iter_num - self.bar.n)
+
+    def close(self) -> None:
+        if self.bar is not None:
+            self.bar.close()
+        if self.wandb is not None:
+            self.wandb.finish()
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The entries of a metrics.jsonl, without a last line that a crash cut short."""
+    entries = []
+    if path.exists():
+        for line in path.read_text(encoding="utf-8").splitlines():
+            try:
+                entries.append(json.loads(line))
+            except ValueError:
+                break
+    return entries

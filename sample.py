@@ -1,0 +1,100 @@
+"""Print samples from a trained model.
+
+python sample.py --out_dir=out-stdlib-char --start="def " --num_samples=3
+"""
+
+import sys
+import time
+from pathlib import Path
+
+import environment  # before torch: it sets the CUDA allocator's variable
+
+import torch
+
+import checkpoint
+from configurator import configure
+from model import GPT, GPTConfig
+from tokenizer import from_meta
+
+# what to sample from
+out_dir = "out"  # folder of the checkpoint
+ckpt = ""  # a file in out_dir; default: best.pt if there is one, else ckpt.pt
+# what to sample
+start = "\n"  # the prompt, or FILE:path to read it from
+num_samples = 10  # samples, decoded together
+max_new_tokens = 500  # tokens in each sample
+temperature = 0.8  # 1: the model's own probabilities, lower: bolder choices, 0: the likeliest
+top_k = 200  # only the k likeliest tokens; 0: all
+top_p = 1.0  # only the likeliest tokens that together have this probability; 1: all
+seed = 1337  # of the draws
+# system
+device = "auto"  # auto, cpu, cuda, cuda:N, mps
+dtype = "auto"  # auto, float32, bfloat16, float16
+
+configure(globals())
+
+for name, value, valid, rule in (
+    ("num_samples", num_samples, num_samples >= 1, "at least 1"),
+    ("max_new_tokens", max_new_tokens, max_new_tokens >= 1, "at least 1"),
+    ("temperature", temperature, temperature >= 0, "0 (greedy) or more"),
+    ("top_k", top_k, top_k >= 0, "0 (all) or more"),
+    ("top_p", top_p, 0 < top_p <= 1, "above 0 and at most 1"),
+):
+    if not valid:
+        raise ValueError(f"{name}={value} must be {rule}")
+device = environment.choose_device(device)
+dtype = environment.choose_dtype(dtype, device)
+
+path = Path(out_dir) / (ckpt or ("best.pt" if Path(out_dir, "best.pt").exists() else "ckpt.pt"))
+saved = checkpoint.load(path)
+model = GPT(GPTConfig(**saved["model_config"]))
+model.load_state_dict(saved["model"])
+model = model.to(device, dtype).eval()
+if "tokenizer" not in saved["tokenizer"]:  # nanoGPT's bare .bin files: they are GPT-2's tokens
+    saved["tokenizer"]["tokenizer"] = "gpt2"
+tokenizer = from_meta(saved["tokenizer"])
+
+if start.startswith("FILE:"):
+    try:
+        start = Path(start.removeprefix("FILE:")).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"cannot read --start={start}: {error}") from None
+prompt = tokenizer.encode(start)
+if not prompt:
+    if tokenizer.end_of_text is None:
+        raise ValueError("--start is empty: give the model at least one character to go on from")
+    prompt = [tokenizer.end_of_text]
+tokens = torch.tensor([prompt] * num_samples, device=device)
+generator = torch.Generator(device=device).manual_seed(seed)
+
+printed, ids = start, []
+
+
+def stream(new: torch.Tensor) -> None:
+    """Print what a single sample's new token adds, characters of several tokens when complete."""
+    global printed
+    ids.append(new.item())
+    text = start + tokenizer.decode(ids)
+    if not text.endswith("\ufffd"):
+        print(text[len(printed) :], end="", flush=True)
+        printed = text
+
+
+print(f"# {path}, iteration {saved['iter_num']}, val loss {saved['best_val_loss']:.4f}",
+      file=sys.stderr)  # fmt: skip
+if num_samples == 1:
+    print(start, end="", flush=True)
+began = time.perf_counter()
+samples = model.generate(
+    tokens, max_new_tokens, temperature, top_k, top_p,
+    vocab_size=tokenizer.vocab_size, generator=generator,
+    on_token=stream if num_samples == 1 else None,
+).tolist()  # fmt: skip
+seconds = time.perf_counter() - began
+if num_samples == 1:
+    print((start + tokenizer.decode(ids))[len(printed) :])
+else:
+    for sample in samples:
+        print(start + tokenizer.decode(sample[len(prompt) :]))
+        print("---------------")
+print(f"# {num_samples * max_new_tokens / seconds:,.0f} tokens/s", file=sys.stderr)

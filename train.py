@@ -1,0 +1,315 @@
+"""Train a GPT.
+
+    python train.py config/train_shakespeare_char.py --batch_size=32
+    python train.py config/train_shakespeare_char.py --init_from=resume
+    python train.py --help
+
+The settings below are those for GPT-2 (124M) on OpenWebText; a config file and `--key=value`
+change them. Ctrl-C or SIGTERM finishes the step, saves, and says how to go on.
+"""
+
+import math
+import os
+import signal
+import sys
+import textwrap
+import time
+from dataclasses import fields
+from pathlib import Path
+
+import environment  # before torch: it sets the CUDA allocator's variable
+
+import torch
+
+import checkpoint
+from configurator import configure
+from dataloader import DataLoader, TokenFile, read_meta, validation_batches
+from model import GPT, GPTConfig
+from optim import SCHEDULES, build_optimizer, learning_rate_at
+from runlog import RunLog
+
+# output and evaluation
+out_dir = "out"  # folder of the checkpoints and metrics.jsonl
+init_from = "scratch"  # scratch, or resume from out_dir/ckpt.pt
+eval_interval = 2000  # iterations between evaluations
+eval_iters = 200  # batches per evaluation and split, always the same ones
+eval_only = False  # evaluate once and exit
+log_interval = 1  # iterations between log lines
+always_save_checkpoint = True  # save at every evaluation; False: only after a better one
+# wandb
+wandb_log = False  # log to Weights & Biases too (WANDB_MODE=offline needs no account)
+wandb_project = "owt"  # its project
+wandb_run_name = "gpt2"  # its run name
+# data
+dataset = "openwebtext"  # a folder in data/, or a path
+batch_size = 12  # sequences in a micro-batch
+gradient_accumulation_steps = 40  # micro-batches in an iteration, all processes counted together
+block_size = 1024  # tokens in a sequence
+seed = 1337  # of the initial weights, the data order and dropout
+# model
+n_layer = 12  # blocks
+n_head = 12  # query heads
+n_kv_head = 0  # key/value heads, a divisor of n_head; 0: as many as n_head
+n_embd = 768  # width
+n_hidden = 0  # width of the MLP; 0: 8/3 n_embd, rounded up to a multiple of 64
+vocab_size = 0  # 0: the data set's, rounded up to a multiple of 64
+dropout = 0.0  # 0 for pretraining, 0.1 and more for finetuning
+rope_theta = 10000.0  # base of the rotary embeddings
+qk_norm = False  # normalise queries and keys
+tied_embeddings = True  # the output head shares the token embedding
+# optimizer
+learning_rate = 6e-4  # peak learning rate
+max_iters = 600000  # iterations to train for
+weight_decay = 1e-1  # of matrices and embeddings
+beta1 = 0.9  # AdamW
+beta2 = 0.95  # AdamW
+grad_clip = 1.0  # largest gradient norm; 0.0: no clipping
+# learning-rate schedule
+lr_schedule = "cosine"  # cosine, or wsd: warm-up, stable, decay
+decay_lr = True  # False: constant after warm-up
+warmup_iters = 2000  # iterations of linear warm-up
+lr_decay_iters = 600000  # iteration at which min_lr is reached, usually max_iters
+min_lr = 6e-5  # final learning rate, usually a tenth of learning_rate
+decay_fraction = 0.2  # wsd: share of lr_decay_iters spent decaying
+# system
+device = "auto"  # auto, cpu, cuda, cuda:N, mps
+dtype = "auto"  # auto, float32, bfloat16, float16: what matrix products are computed in
+compile = True  # torch.compile the model; falls back with a line that says why
+compile_mode = "default"  # default, reduce-overhead, max-autotune, max-autotune-no-cudagraphs
+
+config = configure(globals())
+
+# -----------------------------------------------------------------------------
+# check the settings before anything takes time
+if init_from not in ("scratch", "resume"):
+    raise ValueError(f"unknown init_from={init_from!r}: use scratch or resume")
+if lr_schedule not in SCHEDULES:
+    raise ValueError(f"unknown lr_schedule={lr_schedule!r}: use {' or '.join(SCHEDULES)}")
+if compile_mode not in environment.COMPILE_MODES:
+    raise ValueError(
+        f"unknown compile_mode={compile_mode!r}: use {', '.join(environment.COMPILE_MODES)}"
+    )
+for key in ("batch_size", "gradient_accumulation_steps", "eval_interval", "eval_iters",
+            "log_interval"):  # fmt: skip
+    if config[key] < 1:
+        raise ValueError(f"{key}={config[key]} must be at least 1")
+try:
+    Path(out_dir).mkdir(parents=True, exist_ok=True)
+    (Path(out_dir) / ".writable").touch()
+    (Path(out_dir) / ".writable").unlink()
+except OSError as error:
+    raise ValueError(f"cannot write to out_dir={out_dir}: {error.strerror}") from None
+ckpt_path, best_path = Path(out_dir, "ckpt.pt"), Path(out_dir, "best.pt")
+
+device = environment.choose_device(device)
+dtype = environment.choose_dtype(dtype, device)
+amp = environment.autocast(device, dtype)
+torch.manual_seed(seed)
+if device.type == "cuda":
+    torch.set_float32_matmul_precision("high")  # TF32 for what stays in float32
+
+# -----------------------------------------------------------------------------
+# data
+data_dir = Path(__file__).parent / "data" / dataset
+meta = read_meta(data_dir)
+data_vocab = meta.get("vocab_size", vocab_size or 50304)
+vocab_size = vocab_size or math.ceil(data_vocab / 64) * 64
+train_file, val_file = (
+    TokenFile(data_dir / name, block_size, min(data_vocab, vocab_size), meta.get("dtype", "uint16"))
+    for name in ("train.bin", "val.bin")
+)
+
+# -----------------------------------------------------------------------------
+# model and optimizer, new or from the checkpoint
+names = {field.name for field in fields(GPTConfig)}
+model_config = GPTConfig(**{key: globals()[key] for key in names & config.keys()})
+raw_model = GPT(model_config).to(device)
+optimizer = build_optimizer(raw_model, learning_rate, (beta1, beta2), weight_decay)
+scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
+iter_num, best_val_loss, data_offset = 0, math.inf, 0
+tokens_per_iter = batch_size * gradient_accumulation_steps * block_size
+if init_from == "resume":
+    saved = checkpoint.load(ckpt_path)
+    checkpoint.check_same_model(saved["model_config"], raw_model.settings(), ckpt_path)
+    raw_model.load_state_dict(saved["model"])
+    optimizer.load_state_dict(saved["optimizer"])
+    scaler.load_state_dict(saved["scaler"])
+    checkpoint.set_random_state(saved["random_state"], device)
+    iter_num, best_val_loss = saved["iter_num"], saved["best_val_loss"]
+    # no sequence twice, even if the global batch is another now
+    data_offset = saved["sequences"] - iter_num * batch_size * gradient_accumulation_steps
+    del saved
+elif not eval_only:
+    checkpoint.set_aside(Path(out_dir))
+loader = DataLoader(
+    train_file, batch_size, gradient_accumulation_steps, seed, device, offset=data_offset
+)
+
+# raw_model stays what is saved, sampled and counted: no "_orig_mod." in any name
+model, compiled = raw_model, "no"
+if compile:
+    obstacle = environment.compile_obstacle(device)
+    if obstacle:
+        compiled = f"no: {obstacle}"
+    else:
+        model, compiled = torch.compile(raw_model, mode=compile_mode), compile_mode
+
+log = RunLog(Path(out_dir), config, iter_num)
+flops_per_iter = raw_model.flops_per_token() * tokens_per_iter
+peak_flops = environment.peak_flops(device, dtype)
+log.line(f"device {device}, dtype {str(dtype).removeprefix('torch.')}, compile {compiled}")
+log.line(f"model {raw_model.num_params():,} parameters, vocabulary {data_vocab} of {vocab_size}")
+log.line(f"data {data_dir}, {len(train_file.tokens):,} tokens, {tokens_per_iter:,} per iteration")
+if "unigram_entropy" in meta:
+    log.line(f"knowing only token frequencies gives val loss {meta['unigram_entropy']:.4f}")
+settings = ", ".join(f"{key}={value}" for key, value in config.items())
+log.line(textwrap.fill(f"settings {settings}", width=100, subsequent_indent="  "))
+
+
+@torch.no_grad()
+def evaluate(file: TokenFile) -> float:
+    """Mean loss over the fixed windows of `file`, through the same (compiled) model as training."""
+    model.eval()
+    total, count = torch.zeros((), device=device), 0
+    for tokens, targets in validation_batches(file, batch_size, eval_iters * batch_size, device):
+        with amp:
+            total += model(tokens, targets)
+        count += 1
+    model.train()
+    return total.item() / count
+
+
+def save(path: Path, content: dict) -> bool:
+    """Write a checkpoint; if that fails, keep the old one, say so, and go on training."""
+    try:
+        checkpoint.save(path, content)
+        return True
+    except (OSError, RuntimeError) as error:
+        log.line(f"warning: {path} was not saved, the last good one is kept: {error}")
+        return False
+
+
+def weights() -> dict:
+    """What sampling needs: the content of best.pt and part of ckpt.pt."""
+    return {
+        "model": raw_model.state_dict(),
+        "model_config": raw_model.settings(),
+        "config": config,
+        "tokenizer": meta,
+        "iter_num": iter_num,
+        "best_val_loss": best_val_loss,
+    }
+
+
+def training_state() -> dict:
+    """All that is needed to go on bit for bit: the content of ckpt.pt."""
+    return weights() | {
+        "optimizer": optimizer.state_dict(),
+        "scaler": scaler.state_dict(),
+        "random_state": checkpoint.random_state(device),
+        "sequences": loader.position(iter_num),
+    }
+
+
+def stop_if_not_finite(losses: dict[str, float]) -> None:
+    """A loss that is NaN or infinite ends the run before it is saved over a good checkpoint."""
+    if not all(map(math.isfinite, losses.values())):
+        raise ValueError(
+            f"{losses} at iteration {iter_num} is not finite; checkpoints in {out_dir} were not "
+            "overwritten: go on from there with a lower learning_rate, or with dtype=bfloat16"
+        )
+
+
+def request_stop(signum: int, frame: object) -> None:
+    """First signal: stop after this step. Second: at once."""
+    global stop_requested
+    stop_requested = True
+    signal.signal(signum, signal.default_int_handler)
+    os.write(1, b"\nstopping after this step and saving; once more stops at once\n")
+
+
+stop_requested, saved_iter = False, None
+for signum in (signal.SIGINT, signal.SIGTERM):
+    signal.signal(signum, request_stop)
+
+# -----------------------------------------------------------------------------
+# training loop
+micro_batches = loader.micro_batches(iter_num)
+loss = torch.zeros((), device=device)  # our own tensor: a CUDA graph's output would be overwritten
+logged_at, logged_iter = time.perf_counter(), iter_num
+while True:
+    # ---- learning rate ------------------------------------------------------
+    lr = learning_rate_at(iter_num, config)
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+
+    # ---- evaluate and save --------------------------------------------------
+    finished = iter_num >= max_iters
+    if (iter_num % eval_interval == 0 or finished or eval_only) and not stop_requested:
+        losses = {"train_loss": evaluate(train_file), "val_loss": evaluate(val_file)}
+        stop_if_not_finite(losses)
+        better = losses["val_loss"] < best_val_loss
+        log.evaluation({"iter": iter_num} | losses, " (best so far)" if better else "")
+        best_val_loss = min(best_val_loss, losses["val_loss"])
+        if eval_only:
+            break
+        if iter_num > 0:
+            if better:
+                save(best_path, weights())
+            if better or always_save_checkpoint:
+                saved_iter = iter_num if save(ckpt_path, training_state()) else None
+        logged_at, logged_iter = time.perf_counter(), iter_num  # evaluation is not training time
+    if finished or stop_requested:
+        break
+
+    # ---- micro-steps --------------------------------------------------------
+    loss.zero_()
+    for _ in range(gradient_accumulation_steps):
+        tokens, targets = next(micro_batches)
+        with amp:
+            micro_loss = model(tokens, targets) / gradient_accumulation_steps
+        scaler.scale(micro_loss).backward()
+        loss += micro_loss.detach()
+
+    # ---- clip and step ------------------------------------------------------
+    scaler.unscale_(optimizer)
+    grad_norm = torch.nn.utils.clip_grad_norm_(raw_model.parameters(), grad_clip or math.inf)
+    if not scaler.is_enabled():  # a gradient that is not finite never reaches the weights
+        optimizer.found_inf = (~grad_norm.isfinite()).float()
+    scaler.step(optimizer)
+    scaler.update()
+    optimizer.zero_grad(set_to_none=True)
+
+    # ---- log ----------------------------------------------------------------
+    if iter_num % log_interval == 0 or iter_num + 1 == max_iters:
+        loss_now = loss.item()  # waits for the device
+        seconds = (time.perf_counter() - logged_at) / (iter_num + 1 - logged_iter)
+        logged_at, logged_iter = time.perf_counter(), iter_num + 1
+        log.step({
+            "iter": iter_num,
+            "loss": loss_now,
+            "lr": lr,
+            "grad_norm": grad_norm.item(),
+            "ms": seconds * 1e3,
+            "tokens_per_s": tokens_per_iter / seconds,
+            "mfu": flops_per_iter / seconds / peak_flops if peak_flops else None,
+            "memory_gib": environment.peak_memory_gib(device),
+        })  # fmt: skip
+        stop_if_not_finite({"loss": loss_now})
+    iter_num += 1
+    log.progress(iter_num)
+
+# -----------------------------------------------------------------------------
+if eval_only:
+    log.close()
+    sys.exit()
+if saved_iter != iter_num and not save(ckpt_path, training_state()):
+    raise SystemExit(f"error: the last checkpoint at iteration {iter_num} was not saved")
+log.close()
+command = [argument for argument in sys.argv[1:] if not argument.startswith("--init_from=")]
+if stop_requested:
+    print(f"stopped at iteration {iter_num}, saved {ckpt_path}; to go on:")
+    print(f"  python {' '.join([sys.argv[0], *command])} --init_from=resume")
+else:
+    print(f"finished at iteration {iter_num}, best val loss {best_val_loss:.4f}; to see samples:")
+    print(f"  python sample.py --out_dir={out_dir}")
