@@ -70,8 +70,8 @@ def set_aside(out_dir: Path) -> None:
 
 
 def check_same_model(saved: dict[str, Any], current: dict[str, Any], path: Path) -> None:
-    """Raises ValueError that names every setting in which two model configurations differ."""
-    differing = [key for key in current if saved.get(key) != current[key]]
+    """Raises ValueError that names all in which two models differ, but for dropout."""
+    differing = [key for key in current if key != "dropout" and saved.get(key) != current[key]]
     if differing:
         listed = ", ".join(f"{key} (checkpoint {saved.get(key)}, now {current[key]})"
                            for key in differing)  # fmt: skip

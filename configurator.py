@@ -85,6 +85,9 @@ def configure(namespace: dict[str, Any], base: str | Path | None = None) -> dict
     a ValueError that this project raises ends the script with its one line and no traceback.
     """
     sys.excepthook = one_line_errors
+    for stream in (sys.stdout, sys.stderr):  # a character the terminal lacks is no reason to die
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")
     settings = read_settings(base) if base else {}
     settings |= read_settings(namespace["__file__"])
     if {"--help", "-h"} & set(sys.argv[1:]):

@@ -65,8 +65,9 @@ class TokenFile:
                 f"{path} has {len(self.tokens)} tokens, but block_size={block_size} needs at "
                 f"least {block_size + 1}: use more data or --block_size={len(self.tokens) - 1}"
             )
-        for start in range(0, min(len(self.tokens), SCAN_TOKENS), 2**24):
-            self.check(self.tokens[start : start + 2**24])
+        scanned = self.tokens[:SCAN_TOKENS]
+        for start in range(0, len(scanned), 2**24):
+            self.check(scanned[start : start + 2**24])
         self.release()
 
     def check(self, ids: np.ndarray) -> None:

@@ -84,7 +84,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         scale = grad_loss / count
         hidden_dtype, weight_dtype = ctx.dtypes
         return (
-            (grad_hidden * scale).to(hidden_dtype),
+            (grad_hidden.to(grad_weight.dtype) * scale).to(hidden_dtype),
             (grad_weight * scale).to(weight_dtype),
             None,
             None,

@@ -4,7 +4,8 @@ Pre-norm decoder without biases, in the layout of Hugging Face's Llama, so weigh
 permutation. `GPT.forward` gives the loss without ever holding all logits (see loss.py);
 `GPT.generate` decodes with a KV cache of static shape.
 
-Shapes: B batch, T tokens, C n_embd, H n_head, K n_kv_head, D head_dim, V vocab_size, S cache length.
+Shapes: B batch, T tokens, C n_embd, H n_head, K n_kv_head, D head_dim, V vocab_size,
+S length of the KV cache.
 """
 
 import math
@@ -159,7 +160,7 @@ class Attention(nn.Module):
     def attend_cache(
         self, q: Tensor, k: Tensor, v: Tensor, cache: KVCache, layer: int, positions: Tensor
     ) -> Tensor:
-        """Store k and v at `positions` (T,) and attend to all that the cache holds; (B, H, T, D)."""
+        """Store k and v at `positions` (T,), attend to all that is held; returns (B, H, T, D)."""
         B, H, T, D = q.shape
         group = H // self.n_kv_head  # query heads of a key/value head become rows of one product
         keys = cache.keys[layer].index_copy_(2, positions, k)  # (B, K, S, D)

@@ -1,4 +1,4 @@
-"""Text to token ids and back. `from_meta` rebuilds the tokenizer a data set or checkpoint carries."""
+"""Text to token ids and back. `from_meta` rebuilds the tokenizer of a data set or checkpoint."""
 
 from typing import Any, Protocol
 

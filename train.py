@@ -31,7 +31,7 @@ from runlog import RunLog
 # output and evaluation
 out_dir = "out"  # folder of the checkpoints and metrics.jsonl
 init_from = "scratch"  # scratch, or resume from out_dir/ckpt.pt
-eval_interval = 2000  # iterations between evaluations
+eval_interval = 2000  # iterations between evaluations; 0: never
 eval_iters = 200  # batches per evaluation and split, always the same ones
 eval_only = False  # evaluate once and exit
 log_interval = 1  # iterations between log lines
@@ -89,8 +89,7 @@ if compile_mode not in environment.COMPILE_MODES:
     raise ValueError(
         f"unknown compile_mode={compile_mode!r}: use {', '.join(environment.COMPILE_MODES)}"
     )
-for key in ("batch_size", "gradient_accumulation_steps", "eval_interval", "eval_iters",
-            "log_interval"):  # fmt: skip
+for key in ("batch_size", "gradient_accumulation_steps", "eval_iters", "log_interval"):
     if config[key] < 1:
         raise ValueError(f"{key}={config[key]} must be at least 1")
 try:
@@ -114,6 +113,7 @@ data_dir = Path(__file__).parent / "data" / dataset
 meta = read_meta(data_dir)
 data_vocab = meta.get("vocab_size", vocab_size or 50304)
 vocab_size = vocab_size or math.ceil(data_vocab / 64) * 64
+tokenizer_meta = {key: meta[key] for key in ("tokenizer", "alphabet") if key in meta}
 train_file, val_file = (
     TokenFile(data_dir / name, block_size, min(data_vocab, vocab_size), meta.get("dtype", "uint16"))
     for name in ("train.bin", "val.bin")
@@ -130,7 +130,11 @@ iter_num, best_val_loss, data_offset = 0, math.inf, 0
 tokens_per_iter = batch_size * gradient_accumulation_steps * block_size
 if init_from == "resume":
     saved = checkpoint.load(ckpt_path)
-    checkpoint.check_same_model(saved["model_config"], raw_model.settings(), ckpt_path)
+    checkpoint.check_same_model(
+        saved["model_config"] | {"tokenizer": saved["tokenizer"]},
+        raw_model.settings() | {"tokenizer": tokenizer_meta},
+        ckpt_path,
+    )
     raw_model.load_state_dict(saved["model"])
     optimizer.load_state_dict(saved["optimizer"])
     scaler.load_state_dict(saved["scaler"])
@@ -163,7 +167,7 @@ log.line(f"data {data_dir}, {len(train_file.tokens):,} tokens, {tokens_per_iter:
 if "unigram_entropy" in meta:
     log.line(f"knowing only token frequencies gives val loss {meta['unigram_entropy']:.4f}")
 settings = ", ".join(f"{key}={value}" for key, value in config.items())
-log.line(textwrap.fill(f"settings {settings}", width=100, subsequent_indent="  "))
+log.line(textwrap.fill(f"settings {settings}", 100, subsequent_indent="  ", break_on_hyphens=False))
 
 
 @torch.no_grad()
@@ -195,7 +199,7 @@ def weights() -> dict:
         "model": raw_model.state_dict(),
         "model_config": raw_model.settings(),
         "config": config,
-        "tokenizer": meta,
+        "tokenizer": tokenizer_meta,
         "iter_num": iter_num,
         "best_val_loss": best_val_loss,
     }
@@ -245,7 +249,8 @@ while True:
 
     # ---- evaluate and save --------------------------------------------------
     finished = iter_num >= max_iters
-    if (iter_num % eval_interval == 0 or finished or eval_only) and not stop_requested:
+    due = eval_only or (eval_interval > 0 and (iter_num % eval_interval == 0 or finished))
+    if due and not stop_requested:
         losses = {"train_loss": evaluate(train_file), "val_loss": evaluate(val_file)}
         stop_if_not_finite(losses)
         better = losses["val_loss"] < best_val_loss

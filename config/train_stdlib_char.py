@@ -21,7 +21,7 @@ n_kv_head = 2
 n_embd = 128
 
 learning_rate = 2e-3
-max_iters = 2000
+max_iters = 1500
 lr_decay_iters = max_iters
 min_lr = 0.0
 lr_schedule = "wsd"

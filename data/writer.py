@@ -38,9 +38,7 @@ def write_dataset(
                 counts[split] += len(ids)
                 frequencies[split] += np.bincount(ids, minlength=tokenizer.vocab_size)
         if counts[split] == 0:
-            raise SystemExit(
-                f"error: the {split} split of {folder} would be empty: more text needed"
-            )
+            raise ValueError(f"the {split} split of {folder} would be empty: more text is needed")
     probabilities = frequencies["val"][frequencies["val"] > 0] / counts["val"]
     meta = tokenizer.meta() | {
         "vocab_size": tokenizer.vocab_size,

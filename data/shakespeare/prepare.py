@@ -14,7 +14,9 @@ from tokenizer import GPT2Tokenizer
 from writer import split_text, write_dataset
 
 input = ""  # a local copy of the text; default: download it
+out = ""  # folder to write to; default: this one
 
 configure(globals())
 
-write_dataset(Path(__file__).parent, GPT2Tokenizer(), split_text(tiny_shakespeare(input)))
+splits = split_text(tiny_shakespeare(input))
+write_dataset(out or Path(__file__).parent, GPT2Tokenizer(), splits)

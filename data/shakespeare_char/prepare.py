@@ -14,8 +14,9 @@ from tokenizer import CharTokenizer
 from writer import split_text, write_dataset
 
 input = ""  # a local copy of the text; default: download it
+out = ""  # folder to write to; default: this one
 
 configure(globals())
 
 text = tiny_shakespeare(input)
-write_dataset(Path(__file__).parent, CharTokenizer.train(text), split_text(text))
+write_dataset(out or Path(__file__).parent, CharTokenizer.train(text), split_text(text))

@@ -11,8 +11,13 @@ import sysconfig
 from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[2])]
+from configurator import configure
 from tokenizer import CharTokenizer
 from writer import write_dataset
+
+out = ""  # folder to write to; default: this one
+
+configure(globals())
 
 sources = []
 for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py")):
@@ -20,10 +25,10 @@ for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py")):
     if content.isascii():
         sources.append(content.decode("ascii").replace("\r\n", "\n"))
 if not sources:
-    raise SystemExit("error: this Python came without the sources of its standard library")
+    raise ValueError("this Python came without the sources of its standard library")
 
 splits = {
     "train": ["".join(source for i, source in enumerate(sources) if i % 10 != 9)],
     "val": ["".join(source for i, source in enumerate(sources) if i % 10 == 9)],
 }
-write_dataset(Path(__file__).parent, CharTokenizer.train("".join(sources)), splits)
+write_dataset(out or Path(__file__).parent, CharTokenizer.train("".join(sources)), splits)

@@ -1,0 +1,75 @@
+"""Time training steps: runs the real train.py on random tokens and reads its metrics.
+
+    python bench.py config/train_gpt2.py --batch_size=32 --gradient_accumulation_steps=1
+
+Prints the median over the measured steps, their spread ((max - min) / median), MFU where the
+device's peak is known, and peak memory. Nothing is evaluated or saved.
+"""
+
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+
+from configurator import configure
+from runlog import read_metrics
+
+# measurement
+steps = 12  # steps measured
+warmup_steps = 4  # steps before them: compilation, caches, clocks
+
+HERE = Path(__file__).parent
+config = configure(globals(), base=HERE / "train.py")
+
+if steps < 1 or warmup_steps < 1:
+    raise ValueError(f"steps={steps} and warmup_steps={warmup_steps} must be at least 1")
+
+with tempfile.TemporaryDirectory() as folder:
+    vocab_size = config["vocab_size"] or 50304
+    tokens = np.random.default_rng(0).integers(0, vocab_size, 2**22 + config["block_size"])
+    dtype = "uint16" if vocab_size <= 2**16 else "uint32"
+    for split in ("train", "val"):
+        tokens.astype(dtype).tofile(Path(folder, f"{split}.bin"))
+    Path(folder, "meta.json").write_text(
+        f'{{"vocab_size": {vocab_size}, "dtype": "{dtype}"}}', encoding="utf-8"
+    )
+    own = tuple(f"--{key}=" for key in ("steps", "warmup_steps"))
+    command = [sys.executable, str(HERE / "train.py")]
+    command += [argument for argument in sys.argv[1:] if not argument.startswith(own)]
+    command += [f"--dataset={folder}", f"--out_dir={folder}", "--init_from=scratch"]
+    command += ["--eval_interval=0", "--eval_only=False", "--log_interval=1", "--wandb_log=False"]
+    command += [f"--max_iters={10**9}"]
+    metrics, output = Path(folder, "metrics.jsonl"), Path(folder, "output.txt")
+    began = time.perf_counter()
+    with open(output, "w", encoding="utf-8") as file:
+        process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT)
+        try:
+            entries, first_step = [], None
+            while len(entries) < warmup_steps + steps and process.poll() is None:
+                time.sleep(0.2)
+                entries = read_metrics(metrics)
+                if entries and first_step is None:
+                    first_step = time.perf_counter() - began
+        finally:
+            process.kill()
+            process.wait()
+    lines = output.read_text(encoding="utf-8").splitlines()
+    if len(entries) < warmup_steps + steps:
+        raise SystemExit("\n".join(lines[-20:]) or "error: train.py printed nothing")
+
+print("\n".join(line for line in lines[:2]))
+measured = entries[warmup_steps : warmup_steps + steps]
+ms = [entry["ms"] for entry in measured]
+median = statistics.median(ms)
+print(f"tokens/s    {statistics.median(entry['tokens_per_s'] for entry in measured):12,.0f}")
+print(f"ms per step {median:12.2f}")
+print(f"spread      {(max(ms) - min(ms)) / median:12.1%}")
+if measured[-1]["mfu"] is not None:
+    print(f"mfu         {statistics.median(entry['mfu'] for entry in measured):12.1%}")
+if measured[-1]["memory_gib"] is not None:
+    print(f"peak memory {measured[-1]['memory_gib']:12.2f} GiB")
+print(f"first step  {first_step:12.1f} s after the start")

@@ -1,0 +1,104 @@
+"""Shared by the tests: small data sets, and ways to run the scripts as a user would."""
+
+import os
+import runpy
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "data")]
+
+import torch  # noqa: E402
+
+from tokenizer import CharTokenizer  # noqa: E402
+from writer import split_text, write_dataset  # noqa: E402
+
+# Sums such as "12+34=46": learnable, and the same on every machine.
+SUMS = "".join(f"{a}+{b}={a + b}\n" for a, b in ((i * 7 % 100, i * 13 % 97) for i in range(2000)))
+
+TINY = [
+    "--batch_size=4",
+    "--gradient_accumulation_steps=1",
+    "--block_size=16",
+    "--n_layer=2",
+    "--n_head=2",
+    "--n_embd=32",
+    "--eval_interval=1000",
+    "--eval_iters=2",
+    "--learning_rate=1e-2",
+    "--warmup_iters=2",
+    "--lr_decay_iters=20",
+    "--max_iters=10",
+    "--compile=False",
+    "--device=cpu",
+]
+
+
+@pytest.fixture(scope="session")
+def sums(tmp_path_factory) -> Path:
+    """A character data set of sums."""
+    folder = tmp_path_factory.mktemp("sums")
+    write_dataset(folder, CharTokenizer.train(SUMS), split_text(SUMS))
+    return folder
+
+
+@pytest.fixture
+def run(monkeypatch, capsys):
+    """Run a script inside this process (fast): `run("train.py", "--key=value", ...)`.
+
+    Returns what it printed. What ends a script early (SystemExit, ValueError) is raised.
+    """
+
+    def run_script(script: str, *arguments: object) -> str:
+        monkeypatch.setattr(sys, "argv", [script, *map(str, arguments)])
+        handlers = {s: signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)}
+        path, hook = list(sys.path), sys.excepthook
+        capsys.readouterr()
+        try:
+            runpy.run_path(str(ROOT / script), run_name="__main__")
+        except SystemExit as error:
+            if error.code not in (None, 0):
+                raise
+        finally:
+            for signum, handler in handlers.items():
+                signal.signal(signum, handler)
+            sys.path[:], sys.excepthook = path, hook
+        return capsys.readouterr().out
+
+    return run_script
+
+
+@pytest.fixture
+def start():
+    """Start a script as a process of its own: `start("train.py", ...)` is a Popen with pipes."""
+    processes = []
+
+    def start_script(script: str, *arguments: object, cwd=ROOT, **environment) -> subprocess.Popen:
+        processes.append(
+            subprocess.Popen(
+                [sys.executable, str(ROOT / script), *map(str, arguments)],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                encoding="utf-8",
+                cwd=cwd,
+                env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"} | environment,
+            )
+        )
+        return processes[-1]
+
+    yield start_script
+    for process in processes:
+        process.kill()
+        process.communicate()
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Small tensors are fastest on one thread, and sums then come in one order."""
+    torch.set_num_threads(1)

@@ -1,0 +1,159 @@
+import sys
+
+import pytest
+
+from configurator import configure, describe, read_settings, resolve
+
+SCRIPT = '''"""A script."""
+# output
+out_dir = "out"  # folder
+# training
+steps = 10  # number of steps
+rate = 6e-4  # learning rate
+fast = True  # be fast
+start = "\\n"  # prompt
+batch: int | str = 12  # a number, or auto
+config = configure(globals())
+later = 5  # no setting
+'''
+
+
+@pytest.fixture
+def settings(tmp_path):
+    path = tmp_path / "script.py"
+    path.write_text(SCRIPT)
+    return read_settings(path)
+
+
+def test_settings_are_read_with_default_comment_and_section(settings):
+    assert list(settings) == ["out_dir", "steps", "rate", "fast", "start", "batch"]
+    assert settings["rate"].default == 6e-4
+    assert settings["rate"].comment == "learning rate"
+    assert settings["rate"].section == "training"
+    assert settings["batch"].types == (int, str)
+
+
+def test_later_arguments_win_whether_file_or_key(settings, tmp_path):
+    file = tmp_path / "c.py"
+    file.write_text("steps = 20\nrate = 1e-3\n")
+    assert resolve(settings, ["--steps=5", str(file)])["steps"] == 20
+    assert resolve(settings, [str(file), "--steps=5"])["steps"] == 5
+
+
+def test_f32_int_is_accepted_for_float_and_booleans_in_any_case(settings):
+    config = resolve(settings, ["--rate=1", "--fast=false"])
+    assert config["rate"] == 1.0 and type(config["rate"]) is float
+    assert config["fast"] is False
+    assert resolve(settings, ["--fast=TRUE"])["fast"] is True
+
+
+@pytest.mark.parametrize(
+    ("argument", "expected"),
+    [
+        ("--steps=1.5", "int"),
+        ("--steps=True", "int"),
+        ("--rate=fast", "float"),
+        ("--fast=1", "bool"),
+        ("--fast=yes", "bool"),
+    ],
+)
+def test_f32_wrong_type_names_key_value_and_expected_type(settings, argument, expected):
+    key, value = argument.lstrip("-").split("=")
+    with pytest.raises(ValueError) as error:
+        resolve(settings, [argument])
+    for part in (key, value, expected):
+        assert part in str(error.value)
+
+
+def test_wrong_type_in_a_config_file_names_the_file(settings, tmp_path):
+    file = tmp_path / "c.py"
+    file.write_text("steps = 'many'\n")
+    with pytest.raises(ValueError, match=r"steps = 'many' in .*c\.py: .*int"):
+        resolve(settings, [str(file)])
+
+
+def test_f33_only_the_first_equals_sign_separates(settings):
+    assert resolve(settings, ["--start=1+1="])["start"] == "1+1="
+    assert resolve(settings, ["--start=a=b=c"])["start"] == "a=b=c"
+
+
+def test_text_settings_take_any_text(settings):
+    assert resolve(settings, ["--start=12"])["start"] == "12"
+    assert resolve(settings, ["--start=None"])["start"] == "None"
+    assert resolve(settings, ["--start="])["start"] == ""
+
+
+def test_setting_with_two_types_takes_either(settings):
+    assert resolve(settings, ["--batch=4"])["batch"] == 4
+    assert resolve(settings, ["--batch=auto"])["batch"] == "auto"
+
+
+def test_f34_typo_on_the_command_line_names_the_nearest(settings):
+    with pytest.raises(ValueError, match="unknown setting '--stepz=3', did you mean 'steps'"):
+        resolve(settings, ["--stepz=3"])
+    with pytest.raises(ValueError, match="did you mean 'out_dir'"):
+        resolve(settings, ["--out-dir=x"])
+
+
+def test_f34_typo_in_a_config_file_names_the_nearest(settings, tmp_path):
+    file = tmp_path / "c.py"
+    file.write_text("rats = 1e-3\n")
+    with pytest.raises(ValueError, match=r"unknown setting 'rats' in .*, did you mean 'rate'"):
+        resolve(settings, [str(file)])
+
+
+def test_f34_naive_exec_ignores_the_typo():
+    naive = {"rate": 6e-4}
+    exec("rats = 1e-3", naive)  # what nanoGPT does with a config file
+    assert naive["rate"] == 6e-4
+
+
+def test_config_file_may_import_and_compute_with_private_names(settings, tmp_path):
+    file = tmp_path / "c.py"
+    file.write_text(
+        "import math\nfrom pathlib import Path\n"
+        "def _double(x): return 2 * x\n"
+        "_base = 8\nsteps = _double(_base) + int(math.sqrt(16))\nrate = rate / 2\n"
+    )
+    config = resolve(settings, [str(file)])
+    assert config["steps"] == 20
+    assert config["rate"] == 3e-4
+    assert set(config) == set(settings)
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [("steps = ", "SyntaxError"), ("steps = 1 / 0", "ZeroDivisionError")],
+)
+def test_broken_config_file_is_one_line(settings, tmp_path, content, expected):
+    file = tmp_path / "c.py"
+    file.write_text(content)
+    with pytest.raises(ValueError, match=expected):
+        resolve(settings, [str(file)])
+
+
+def test_missing_config_file_and_missing_value_say_what_to_write(settings):
+    with pytest.raises(ValueError, match="cannot read config file 'nowhere.py'"):
+        resolve(settings, ["nowhere.py"])
+    with pytest.raises(ValueError, match="a setting is written --steps=3"):
+        resolve(settings, ["steps=3"])
+    with pytest.raises(ValueError, match="write --steps=10"):
+        resolve(settings, ["--steps"])
+
+
+def test_f35_help_lists_every_key_with_default_and_comment(settings, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["script.py", "--help"])
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    with pytest.raises(SystemExit) as end:
+        configure({"__file__": str(tmp_path / "script.py")})
+    assert end.value.code == 0
+    shown = capsys.readouterr().out
+    for setting in settings.values():
+        assert f"--{setting.name}=" in shown and setting.comment in shown
+    assert "--rate=0.0006" in shown
+
+
+def test_help_columns_line_up(settings):
+    lines = [line for line in describe(settings, "s.py").splitlines() if line.startswith("  --")]
+    columns = {line.index(settings[line[4:].split("=")[0]].comment) for line in lines}
+    assert len(lines) == len(settings) and len(columns) == 1

@@ -1,0 +1,202 @@
+import json
+import os
+
+import numpy as np
+import pytest
+import torch
+
+from dataloader import DataLoader, TokenFile, permute, read_meta, scramble, validation_batches
+
+CPU = torch.device("cpu")
+
+
+def write(path, ids, dtype="uint16"):
+    np.asarray(ids, dtype=dtype).tofile(path)
+    return path
+
+
+def loader(path, block_size=8, batch_size=2, accumulation=4, seed=1, **more):
+    file = TokenFile(path, block_size, vocab_size=2**16)
+    return DataLoader(file, batch_size, accumulation, seed, CPU, **more)
+
+
+def first_tokens(loader, steps, first=0):
+    """The first token of every sequence of `steps` steps, one sorted list per step."""
+    batches = loader.micro_batches(first)
+    per_step = loader.accumulation // loader.world_size
+    return [
+        sorted(t for _ in range(per_step) for t in next(batches)[0][:, 0].tolist())
+        for _ in range(steps)
+    ]
+
+
+@pytest.fixture
+def ramp(tmp_path):
+    """Tokens 0, 1, 2, ...: a window's first token is its offset."""
+    return write(tmp_path / "train.bin", np.arange(1000))
+
+
+def test_targets_are_the_tokens_one_later(ramp):
+    tokens, targets = next(loader(ramp).micro_batches(0))
+    assert tokens.shape == targets.shape == (2, 8)
+    assert tokens.dtype == targets.dtype == torch.int64
+    assert torch.equal(tokens + 1, targets)
+
+
+def test_step_is_a_pure_function_of_seed_and_step(ramp):
+    whole = first_tokens(loader(ramp), 10)
+    assert first_tokens(loader(ramp), 4, first=6) == whole[6:]
+    assert first_tokens(loader(ramp, seed=2), 10) != whole
+
+
+@pytest.mark.parametrize(("batch_size", "accumulation"), [(1, 8), (8, 1), (4, 2)])
+def test_global_batch_does_not_depend_on_its_split(ramp, batch_size, accumulation):
+    split = loader(ramp, batch_size=batch_size, accumulation=accumulation)
+    assert first_tokens(split, 5) == first_tokens(loader(ramp), 5)
+
+
+def test_f26_processes_draw_disjoint_slices_of_the_same_global_batch(ramp):
+    parts = [first_tokens(loader(ramp, rank=r, world_size=2), 5) for r in range(2)]
+    for step, expected in enumerate(first_tokens(loader(ramp), 5)):
+        assert not set(parts[0][step]) & set(parts[1][step])
+        assert sorted(parts[0][step] + parts[1][step]) == expected
+
+
+def test_f26_naive_random_offsets_repeat_and_overlap():
+    draws = [np.random.default_rng(rank).integers(0, 992, 100) for rank in range(2)]
+    assert set(draws[0].tolist()) & set(draws[1].tolist())
+    assert len(set(draws[0].tolist())) < 100
+
+
+def test_an_epoch_visits_every_window_once_from_a_random_phase(ramp):
+    one = loader(ramp, batch_size=1, accumulation=1)
+    n = one.windows_per_epoch
+    epochs = [[int(one.starts(e * n + i, 0)[0]) for i in range(n)] for e in range(3)]
+    for starts in epochs:
+        phase = min(starts)
+        assert 0 <= phase < 8
+        assert sorted(starts) == [phase + 8 * i for i in range(n)]
+        assert starts != sorted(starts)
+    assert len({min(starts) for starts in epochs}) > 1
+
+
+def test_permutation_is_one_and_looks_random():
+    for n in (1, 2, 3, 7, 64, 1000):
+        assert sorted(permute(i, n, key=5) for i in range(n)) == list(range(n))
+    places = np.array(
+        [[permute(i, 10, key=scramble(k, 0)) for i in range(10)] for k in range(3000)]
+    )
+    for i in range(10):  # every element lands everywhere equally often: 300 +- 5 standard errors
+        assert (abs(np.bincount(places[:, i], minlength=10) - 300) < 85).all()
+
+
+def test_data_order_never_changes(ramp):
+    """Golden: a run resumed with a newer version must see the same data."""
+    assert loader(ramp).starts(0, 0).tolist() == [478, 710]
+
+
+def test_offset_goes_on_where_another_global_batch_stopped(ramp):
+    old = loader(ramp, batch_size=2, accumulation=4)
+    new = loader(ramp, batch_size=2, accumulation=2, offset=old.position(6) - 6 * 4)
+    assert new.position(6) == old.position(6)
+    assert first_tokens(new, 2, first=6)[0] != first_tokens(loader(ramp, accumulation=2), 1, 6)[0]
+
+
+def test_f23_validation_windows_are_fixed_and_divided_among_processes(ramp):
+    file = TokenFile(ramp, 8, 2**16)
+    whole = [tokens for tokens, _ in validation_batches(file, 4, 32, CPU)]
+    again = [tokens for tokens, _ in validation_batches(file, 4, 32, CPU)]
+    assert all(map(torch.equal, whole, again))
+    assert len(whole) == 8 and all(tokens.shape == (4, 8) for tokens in whole)
+    starts = torch.cat(whole)[:, 0]
+    assert starts[0] == 0 and starts[-1] == 1000 - 9 and (starts.diff() > 0).all()
+    parts = [
+        [tokens for tokens, _ in validation_batches(file, 4, 32, CPU, rank, 2)] for rank in (0, 1)
+    ]
+    assert len(parts[0]) == len(parts[1]) == 4
+    assert torch.equal(torch.cat(parts[0] + parts[1]).sort(0).values, torch.cat(whole))
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="reads Linux's /proc")
+def test_f17_resident_memory_stays_constant(tmp_path):
+    path = tmp_path / "big.bin"
+    with open(path, "wb") as file:
+        file.truncate(256 * 2**20)
+
+    def resident_mib():
+        return int(open("/proc/self/statm").read().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+    naive = np.memmap(path, dtype=np.uint16, mode="r")
+    before = resident_mib()
+    naive[:: 2**10].sum()
+    assert resident_mib() - before > 200  # the naive map keeps every page it has read
+    del naive
+
+    file = TokenFile(path, 2**15, vocab_size=100)
+    before = resident_mib()
+    for start in range(0, 2**27 - 2**16, 2**16):
+        file.windows(np.array([start, start + 2**15]))
+    assert resident_mib() - before < 20
+
+
+def test_f36_data_shorter_than_a_window_says_how_many_tokens_are_needed(tmp_path):
+    path = write(tmp_path / "train.bin", np.arange(8))
+    with pytest.raises(ValueError, match="8 tokens, but block_size=8 needs at least 9.*=7"):
+        TokenFile(path, 8, 100)
+    shortest = loader(write(path, np.arange(9)))
+    assert first_tokens(shortest, 2) == [[0] * 8] * 2
+
+
+def test_f37_token_outside_the_vocabulary_is_found_when_opened(tmp_path):
+    path = write(tmp_path / "train.bin", [1, 2, 3, 70] * 100)
+    with pytest.raises(ValueError, match="token id 70, but the model's vocabulary has 65"):
+        TokenFile(path, 8, 65)
+
+
+def test_f37_token_outside_the_vocabulary_beyond_the_scan_is_found_when_read(tmp_path, monkeypatch):
+    monkeypatch.setattr("dataloader.SCAN_TOKENS", 100)
+    path = write(tmp_path / "train.bin", [1] * 200 + [70] * 20)
+    file = TokenFile(path, 8, 65)
+    with pytest.raises(ValueError, match="token id 70"):
+        file.windows(np.array([0, 200]))
+
+
+def test_uint32_files_hold_large_vocabularies(tmp_path):
+    path = write(tmp_path / "train.bin", [70000] * 20, "uint32")
+    assert TokenFile(path, 8, 100000, "uint32").windows(np.array([0])).max() == 70000
+
+
+@pytest.mark.parametrize("content", [b"", b"abc"])
+def test_empty_or_odd_sized_file_is_refused(tmp_path, content):
+    path = tmp_path / "train.bin"
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=f"has {len(content)} bytes"):
+        TokenFile(path, 8, 100)
+
+
+def test_missing_data_set_says_which_command_prepares_it(tmp_path):
+    (tmp_path / "prepare.py").write_text("")
+    with pytest.raises(ValueError, match="run python .*prepare.py"):
+        read_meta(tmp_path)
+    with pytest.raises(ValueError, match="data/text/prepare.py"):
+        read_meta(tmp_path / "nowhere")
+
+
+def test_missing_validation_file_and_broken_meta_are_named(tmp_path):
+    with pytest.raises(ValueError, match="val.bin is missing"):
+        TokenFile(tmp_path / "val.bin", 8, 100)
+    write(tmp_path / "train.bin", [1] * 20)
+    assert read_meta(tmp_path) == {}
+    (tmp_path / "meta.json").write_text(json.dumps({"vocab_size": 5}))
+    assert read_meta(tmp_path) == {"vocab_size": 5}
+    (tmp_path / "meta.json").write_text("{")
+    with pytest.raises(ValueError, match="meta.json is not valid JSON"):
+        read_meta(tmp_path)
+
+
+def test_a_bad_batch_ends_the_run_instead_of_hanging(tmp_path, monkeypatch):
+    monkeypatch.setattr("dataloader.SCAN_TOKENS", 1)
+    path = write(tmp_path / "train.bin", [1] + [70] * 200)
+    bad = DataLoader(TokenFile(path, 8, 65), 2, 1, 1, CPU)
+    with pytest.raises(ValueError, match="token id 70"):
+        next(bad.micro_batches(0))

@@ -1,0 +1,183 @@
+"""What needs no GPU: faked driver layouts, missing compilers, disabling variables."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import environment
+
+import pytest
+import torch
+from conftest import ROOT
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def clean(monkeypatch):
+    for name in (
+        "TORCHDYNAMO_DISABLE",
+        "TORCH_COMPILE_DISABLE",
+        "CC",
+        "CXX",
+        "TRITON_LIBCUDA_PATH",
+    ):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.mark.parametrize("name", ["TORCHDYNAMO_DISABLE", "TORCH_COMPILE_DISABLE"])
+def test_f10_disabling_variable_is_reported(monkeypatch, name):
+    assert environment.compile_obstacle(CPU) is None
+    monkeypatch.setenv(name, "1")
+    assert environment.compile_obstacle(CPU) == f"{name}=1 is set (unset it to compile)"
+    monkeypatch.setenv(name, "0")
+    assert environment.compile_obstacle(CPU) is None
+
+
+def test_f09_no_compiler_is_one_line_with_its_remedy(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert "no C compiler on PATH" in environment.compile_obstacle(CPU)
+
+
+def test_f09_compiler_variable_of_several_words_is_named(monkeypatch):
+    monkeypatch.setenv("CXX", "ccache g++")
+    assert "CXX=ccache g++ is no executable (it must be one word" in (
+        environment.compile_obstacle(CPU)
+    )
+
+
+def test_f09_missing_python_header_is_one_line_with_its_remedy(monkeypatch, tmp_path):
+    monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path))
+    assert "Python.h is missing: apt install python3." in environment.compile_obstacle(CPU)
+
+
+def test_f10_training_goes_on_eagerly_and_says_why(run, sums, tmp_path, monkeypatch):
+    from conftest import TINY
+
+    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
+    shown = run("train.py", *TINY, f"--dataset={sums}", f"--out_dir={tmp_path}",
+                "--compile=True", "--max_iters=1")  # fmt: skip
+    assert "compile no: TORCHDYNAMO_DISABLE=1 is set" in shown
+
+
+def test_f11_gpu_too_old_for_triton_is_reported(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (6, 0))
+    found = environment.compile_obstacle(torch.device("cuda"))
+    assert "compute capability 7.0, this GPU has 6.0" in found
+
+
+def maps_with(tmp_path, library):
+    maps = tmp_path / "maps"
+    maps.write_text(
+        f"7f00-7f01 r-xp 00000000 08:01 123   /usr/lib/libc.so.6\n"
+        f"7f02-7f03 r-xp 00000000 08:01 124   {library}\n"
+    )
+    return maps
+
+
+def triton_finds(ldconfig: str, variables: dict) -> bool:
+    """Triton's search, as catalogued: its variable, else ldconfig's list, else LD_LIBRARY_PATH."""
+    folders = [variables["TRITON_LIBCUDA_PATH"]] if "TRITON_LIBCUDA_PATH" in variables else []
+    if not folders:
+        listed = [line.split()[-1] for line in ldconfig.splitlines() if "libcuda.so.1" in line]
+        folders = [os.path.dirname(path) for path in listed]
+        folders = folders or variables.get("LD_LIBRARY_PATH", "").split(":")
+    return any((Path(folder) / "libcuda.so.1").exists() for folder in folders if folder)
+
+
+def test_f08_libcuda_is_linked_under_both_names_without_root(tmp_path, monkeypatch):
+    library = tmp_path / "driver" / "libcuda.so.580.159.04"
+    library.parent.mkdir()
+    library.write_text("driver")
+    ldconfig = "libc.so.6 (libc6,x86-64) => /usr/lib/libc.so.6\n"
+    assert not triton_finds(ldconfig, {})  # the naive run dies: "libcuda.so cannot found"
+    monkeypatch.setenv("TRITON_LIBCUDA_PATH", "")
+    assert environment.provide_libcuda(maps_with(tmp_path, library)) is None
+    folder = Path(os.environ["TRITON_LIBCUDA_PATH"])
+    for name in ("libcuda.so", "libcuda.so.1"):
+        assert (folder / name).resolve() == library
+    assert triton_finds(ldconfig, {"TRITON_LIBCUDA_PATH": str(folder)})
+
+
+def test_f08_no_driver_and_a_wrong_variable_are_reported(tmp_path, monkeypatch):
+    maps = tmp_path / "maps"
+    maps.write_text("7f00-7f01 r-xp 00000000 08:01 123   /usr/lib/libc.so.6\n")
+    if environment.find_libcuda(maps) is None:
+        assert "is the NVIDIA driver installed" in environment.provide_libcuda(maps)
+    monkeypatch.setenv("TRITON_LIBCUDA_PATH", str(tmp_path))
+    assert "holds no libcuda.so" in environment.provide_libcuda(maps)
+
+
+@pytest.mark.parametrize(
+    ("user", "expected"),
+    [
+        ({}, "expandable_segments:True"),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:128"}, "max_split_size_mb:128"),
+        ({"PYTORCH_ALLOC_CONF": "backend:native"}, None),
+    ],
+)
+def test_f06_allocator_variable_is_set_before_torch_unless_the_user_did(user, expected):
+    names = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+    clean = {key: value for key, value in os.environ.items() if key not in names}
+    script = (
+        "import builtins, os, sys\n"
+        "original = builtins.__import__\n"
+        "def watch(name, *a, **k):\n"
+        "    if name == 'torch' and 'torch' not in sys.modules:\n"
+        "        print(os.environ.get('PYTORCH_CUDA_ALLOC_CONF')); os._exit(0)\n"
+        "    return original(name, *a, **k)\n"
+        "builtins.__import__ = watch\n"
+        "sys.argv = ['train.py']\n"
+        "import runpy; runpy.run_path('train.py', run_name='__main__')\n"
+    )
+    found = subprocess.run(
+        [sys.executable, "-c", script], cwd=ROOT, env=clean | user, capture_output=True, text=True
+    )
+    assert found.stdout.strip() == str(expected), found.stderr
+
+
+def test_device_and_dtype_are_chosen_and_can_be_overridden(monkeypatch):
+    assert environment.choose_device("cpu") == CPU
+    if not torch.cuda.is_available():
+        with pytest.raises(ValueError, match="device 'cuda' is not usable here"):
+            environment.choose_device("cuda")
+    assert environment.choose_dtype("auto", CPU) == torch.float32
+    assert environment.choose_dtype("bfloat16", CPU) == torch.bfloat16
+    gpu = torch.device("cuda")
+    for native, expected in ((True, torch.bfloat16), (False, torch.float16)):
+        monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda n=native, **_: n)
+        assert environment.choose_dtype("auto", gpu) == expected
+
+
+def test_report_runs_here_and_names_every_part():
+    rows = environment.report()
+    names = [name for _, name, _ in rows]
+    for name in ("python", "compiler", "Python.h", "torch", "device", "torch.compile"):
+        assert name in names
+    assert all(state in ("ok", "warning", "problem") for state, _, _ in rows)
+
+
+def test_report_runs_without_torch_and_without_a_compiler(tmp_path):
+    script = (
+        "import sys; sys.modules['torch'] = None\n"
+        "import runpy; runpy.run_path('environment.py', run_name='__main__')\n"
+    )
+    found = subprocess.run(
+        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True,
+        env=os.environ | {"PATH": str(tmp_path)},
+    )  # fmt: skip
+    assert found.returncode == 1 and not found.stderr
+    assert "problem  torch" in found.stdout and "warning  compiler" in found.stdout
+
+
+def test_training_modules_need_torch_and_numpy_only():
+    script = (
+        "import sys\n"
+        "for name in ('tiktoken', 'datasets', 'wandb', 'tqdm', 'transformers', 'tokenizers'):\n"
+        "    sys.modules[name] = None\n"
+        "import environment, model, loss, dataloader, checkpoint, optim, configurator, runlog\n"
+        "import tokenizer\n"
+    )
+    found = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True)
+    assert found.returncode == 0, found.stderr

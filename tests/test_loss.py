@@ -1,0 +1,112 @@
+import pytest
+import torch
+from torch.nn import functional as F
+
+from loss import linear_cross_entropy
+
+
+def inputs(n, c, v, dtype, ignored=()):
+    torch.manual_seed(n * v)
+    hidden = torch.randn(n, c, dtype=dtype, requires_grad=True)
+    weight = torch.randn(v, c, dtype=dtype, requires_grad=True)
+    targets = torch.randint(v, (n,))
+    targets[list(ignored)] = -1
+    return hidden, weight, targets
+
+
+def full(hidden, weight, targets):
+    return F.cross_entropy(hidden @ weight.T, targets, ignore_index=-1)
+
+
+def loss_and_gradients(function, hidden, weight, targets):
+    hidden, weight = (t.detach().clone().requires_grad_() for t in (hidden, weight))
+    loss = function(hidden, weight, targets)
+    loss.backward()
+    return loss.detach(), hidden.grad, weight.grad
+
+
+@pytest.mark.parametrize("chunk_elements", [1, 7 * 3, 7 * 5, 10**6])  # odd remainders, one chunk
+@pytest.mark.parametrize("ignored", [(), (0, 4, 12), range(5)])
+def test_f14_equals_full_logits_in_float64(chunk_elements, ignored):
+    case = inputs(13, 4, 7, torch.float64, ignored)
+    expected = loss_and_gradients(full, *case)
+    found = loss_and_gradients(lambda *a: linear_cross_entropy(*a, chunk_elements), *case)
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-14)
+
+
+def test_gradcheck():
+    hidden, weight, targets = inputs(5, 3, 7, torch.float64, (2,))
+    assert torch.autograd.gradcheck(
+        lambda h, w: linear_cross_entropy(h, w, targets, 14), (hidden, weight)
+    )
+
+
+def test_all_targets_ignored_is_zero_without_nan():
+    case = inputs(6, 3, 7, torch.float32, range(6))
+    loss, grad_hidden, grad_weight = loss_and_gradients(linear_cross_entropy, *case)
+    assert loss == 0 and not grad_hidden.any() and not grad_weight.any()
+    with torch.no_grad():
+        assert linear_cross_entropy(*case) == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_as_close_to_float64_as_full_logits_are(dtype):
+    hidden, weight, targets = inputs(300, 64, 500, torch.float32, (3,))
+    weight = (weight.detach() * 0.1).requires_grad_()
+    exact = loss_and_gradients(full, hidden.double(), weight.double(), targets)
+
+    def errors(function):
+        with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
+            found = loss_and_gradients(function, hidden, weight, targets)
+        assert [t.dtype for t in found] == [torch.float32] * 3
+        return [((a - b).norm() / b.norm()).item() for a, b in zip(found, exact, strict=True)]
+
+    ours = errors(lambda *a: linear_cross_entropy(*a, 500 * 64))
+    plain = errors(full)
+    floor = {torch.float32: 1e-6, torch.bfloat16: 3e-3, torch.float16: 4e-4}[dtype]
+    for mine, theirs in zip(ours, plain, strict=True):
+        assert mine <= max(1.1 * theirs, floor)
+
+
+def test_loss_is_the_same_without_gradients():
+    hidden, weight, targets = inputs(30, 8, 11, torch.float32, (1,))
+    with torch.no_grad():
+        quiet = linear_cross_entropy(hidden, weight, targets, 50)
+    torch.testing.assert_close(quiet, linear_cross_entropy(hidden, weight, targets, 50).detach())
+
+
+def test_float16_with_scaling_keeps_small_gradients():
+    """Dividing by the number of targets before GradScaler's factor would underflow."""
+    hidden, weight, targets = inputs(4096, 8, 16, torch.float32)
+    exact = loss_and_gradients(full, hidden.double(), weight.double(), targets)[2]
+    with torch.autocast("cpu", torch.float16):
+        loss = linear_cross_entropy(hidden, weight, targets, 16 * 64)
+    (grad,) = torch.autograd.grad(loss * 2**16, weight)
+    assert ((grad / 2**16 - exact).norm() / exact.norm()) < 2e-3
+
+
+def test_f14_largest_tensor_is_one_chunk():
+    """Peak memory, seen through every tensor that an operation makes."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Largest(TorchDispatchMode):
+        size = 0
+
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            out = function(*args, **(kwargs or {}))
+            if isinstance(out, torch.Tensor):
+                self.size = max(self.size, out.numel())
+            return out
+
+    n, v = 1000, 200
+    sizes = {}
+    for name, function in (
+        ("ours", lambda *a: linear_cross_entropy(*a, 50 * v)),
+        ("plain", full),
+    ):
+        with Largest() as largest:
+            loss_and_gradients(function, *inputs(n, 8, v, torch.float32))
+        sizes[name] = largest.size
+    assert sizes["plain"] == n * v
+    assert sizes["ours"] == 50 * v

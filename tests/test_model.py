@@ -1,0 +1,351 @@
+import math
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from model import GPT, GPTConfig, KVCache, apply_rope, draw, rope_tables
+
+
+def tiny(**changes) -> GPT:
+    torch.manual_seed(0)
+    sizes = {"block_size": 16, "vocab_size": 40, "n_layer": 2, "n_head": 4, "n_embd": 32}
+    return GPT(GPTConfig(**sizes | changes))
+
+
+def tokens_for(model, rows=2, length=None):
+    torch.manual_seed(1)
+    length = length or model.config.block_size
+    return torch.randint(model.config.vocab_size, (rows, length))
+
+
+# ---- the same function as the reference ------------------------------------------------------
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize(
+    ("n_head", "n_kv_head", "n_embd", "n_layer", "theta"),
+    [(4, 4, 32, 2, 10000.0), (4, 2, 64, 3, 500000.0), (6, 1, 48, 1, 10000.0)],
+)
+def test_logits_and_gradients_equal_transformers_llama(
+    tied, n_head, n_kv_head, n_embd, n_layer, theta
+):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    model = tiny(
+        n_head=n_head, n_kv_head=n_kv_head, n_embd=n_embd, n_layer=n_layer, rope_theta=theta,
+        tied_embeddings=tied,
+    )  # fmt: skip
+    config = model.config
+    reference = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=config.vocab_size,
+            hidden_size=config.n_embd,
+            intermediate_size=config.n_hidden,
+            num_hidden_layers=config.n_layer,
+            num_attention_heads=config.n_head,
+            num_key_value_heads=config.n_kv_head,
+            max_position_embeddings=config.block_size,
+            rms_norm_eps=config.norm_eps,
+            rope_parameters={"rope_type": "default", "rope_theta": config.rope_theta},
+            tie_word_embeddings=tied,
+        )
+    )
+    renamed = {name: to_llama(name) for name in model.state_dict()}
+    with torch.no_grad():
+        for p in model.parameters():  # norms too must not all be one
+            p.add_(0.1 * torch.randn_like(p))
+    reference.load_state_dict({renamed[k]: v for k, v in model.state_dict().items()})
+
+    tokens, targets = tokens_for(model), tokens_for(model).flip(0)
+    expected = reference(tokens).logits
+    torch.testing.assert_close(model(tokens), expected, rtol=0, atol=1e-5)
+
+    loss = F.cross_entropy(expected.flatten(0, 1), targets.flatten())
+    loss.backward()
+    ours = model(tokens, targets)
+    ours.backward()
+    torch.testing.assert_close(ours, loss, rtol=0, atol=1e-5)
+    gradients = dict(reference.named_parameters())
+    for name, parameter in model.named_parameters():
+        expected = gradients[renamed[name]].grad
+        torch.testing.assert_close(parameter.grad, expected, rtol=1e-4, atol=1e-5, msg=name)
+
+
+def to_llama(name: str) -> str:
+    for ours, theirs in (
+        ("token_embedding", "model.embed_tokens"),
+        ("blocks", "model.layers"),
+        ("attention_norm", "input_layernorm"),
+        ("mlp_norm", "post_attention_layernorm"),
+        ("attention.", "self_attn."),
+        ("final_norm", "model.norm"),
+    ):
+        name = name.replace(ours, theirs)
+    return name
+
+
+def test_gqa_equals_attention_with_repeated_heads():
+    grouped, full = tiny(n_kv_head=2), tiny(n_kv_head=4)
+    state = grouped.state_dict()
+    for name in list(state):
+        if "k_proj" in name or "v_proj" in name:
+            heads = state[name].view(2, 8, 32)
+            state[name] = heads.repeat_interleave(2, dim=0).reshape(32, 32)
+    full.load_state_dict(state)
+    tokens = tokens_for(full)
+    torch.testing.assert_close(grouped(tokens), full(tokens))
+
+
+def test_qk_norm_normalises_every_head():
+    plain, normed = tiny(qk_norm=False), tiny(qk_norm=True)
+    normed.load_state_dict(plain.state_dict(), strict=False)
+    tokens = tokens_for(plain)
+    with torch.no_grad():
+        before = normed(tokens)
+        for block in normed.blocks:  # the scale of queries and keys must not matter any more
+            block.attention.q_proj.weight *= 3
+            block.attention.k_proj.weight *= 5
+    torch.testing.assert_close(normed(tokens), before, rtol=1e-3, atol=1e-4)
+    assert not torch.allclose(plain(tokens), before, atol=1e-4)
+
+
+def test_attention_is_causal():
+    model = tiny()
+    tokens = tokens_for(model)
+    changed = tokens.clone()
+    changed[:, 9] = (changed[:, 9] + 1) % 40
+    before, after = model(tokens), model(changed)
+    assert torch.equal(before[:, :9], after[:, :9])
+    assert not torch.allclose(before[:, 9:], after[:, 9:])
+
+
+# ---- rotary embeddings ------------------------------------------------------------------------
+
+
+def test_rope_depends_on_relative_position_only():
+    q, k = torch.randn(2, 1, 1, 1, 8)
+
+    def score(i, j):
+        turned = [
+            apply_rope(x, *rope_tables(torch.tensor([p]), 8, 1e4)) for x, p in ((q, i), (k, j))
+        ]
+        return (turned[0] * turned[1]).sum()
+
+    torch.testing.assert_close(score(5, 2), score(905, 902), rtol=1e-4, atol=1e-4)
+    assert not torch.allclose(score(5, 2), score(6, 2))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_f18_rope_keeps_the_dtype_and_computes_in_float32(dtype):
+    cos, sin = rope_tables(torch.arange(1000), 8, 1e4)
+    assert cos.dtype == sin.dtype == torch.float32
+    x = torch.randn(1, 1000, 2, 8).to(dtype)
+    turned = apply_rope(x, cos, sin)
+    assert turned.dtype == dtype
+    exact = apply_rope(x.double().float(), cos, sin)
+    assert torch.equal(turned, exact.to(dtype))  # rounded once, at the end
+    naive = x * cos + x.roll(4, -1) * sin
+    assert naive.dtype == torch.float32  # what the naive formula makes of bfloat16
+
+
+def test_f18_tables_stay_float32_in_a_model_cast_to_bfloat16():
+    model = tiny().to(torch.bfloat16)
+    assert model(tokens_for(model)).dtype == torch.bfloat16
+    assert not dict(model.named_buffers())  # nothing that .to() could cast
+
+
+# ---- initial weights --------------------------------------------------------------------------
+
+
+def test_init_statistics():
+    model = tiny(n_layer=8, n_embd=128, vocab_size=512)
+    for name, parameter in model.named_parameters():
+        if parameter.dim() == 1:
+            assert (parameter == 1).all(), name
+            continue
+        residual = "o_proj" in name or "down_proj" in name
+        expected = 0.02 / math.sqrt(2 * 8) if residual else 0.02
+        assert abs(parameter.mean().item()) < 0.05 * expected, name
+        assert parameter.std().item() == pytest.approx(expected, rel=0.05), name
+
+
+def test_first_loss_is_that_of_a_uniform_guess():
+    model = tiny(vocab_size=512, n_embd=64)
+    tokens = torch.randint(512, (64, 16))
+    assert model(tokens, tokens.roll(5, 0)).item() == pytest.approx(math.log(512), abs=0.1)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_parameters_are_counted_once(tied):
+    model = tiny(tied_embeddings=tied)
+    c, h, v = 32, model.config.n_hidden, 40
+    per_block = 4 * c * c + 3 * c * h + 2 * c
+    assert model.num_params() == 2 * per_block + c + v * c * (1 if tied else 2)
+    matmul = model.num_params() - (0 if tied else v * c)
+    assert model.flops_per_token() == 6 * matmul + 12 * 2 * c * 16
+
+
+def test_124m_is_124m():
+    with torch.device("meta"):
+        assert GPT(GPTConfig()).num_params() == 123_587_328
+
+
+# ---- configuration ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"n_embd": 30}, "n_embd=30 is not divisible by n_head=4: use n_embd=32"),
+        ({"n_kv_head": 3}, "n_head=4 is not divisible by n_kv_head=3: use one of 1, 2, 4"),
+        ({"n_embd": 36}, "head dimension n_embd / n_head = 9 is odd.* use n_embd=40"),
+        ({"n_layer": 0}, "n_layer=0 must be at least 1"),
+        ({"dropout": 1.0}, "dropout=1.0 must be"),
+    ],
+)
+def test_impossible_shapes_say_what_to_change(changes, message):
+    with pytest.raises(ValueError, match=message):
+        tiny(**changes)
+
+
+# ---- decoding ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("n_kv_head", [4, 2, 1])
+def test_f41_cached_decoding_equals_uncached_at_every_position(n_kv_head):
+    model = tiny(n_kv_head=n_kv_head).eval()
+    tokens = tokens_for(model, rows=3)
+    with torch.no_grad():
+        expected = model(tokens)
+        for prefill in (1, 5, 16):
+            cache = KVCache(model.config, 3, 16, "cpu", torch.float32)
+            logits = model(tokens[:, :prefill], cache=cache)
+            torch.testing.assert_close(logits[:, 0], expected[:, prefill - 1])
+            for t in range(prefill, 16):
+                logits = model(tokens[:, t : t + 1], cache=cache)
+                torch.testing.assert_close(logits[:, 0], expected[:, t])
+            assert cache.position == 16
+
+
+def test_f41_cache_takes_several_tokens_at_a_time():
+    model = tiny().eval()
+    tokens = tokens_for(model)
+    with torch.no_grad():
+        cache = KVCache(model.config, 2, 16, "cpu", torch.float32)
+        for part in tokens.split((3, 6, 7), dim=1):
+            logits = model(part, cache=cache)
+        torch.testing.assert_close(logits[:, 0], model(tokens)[:, -1])
+
+
+def greedy(model, tokens, n):
+    """Greedy continuation without a cache, with generate's rule for a full context."""
+    size = model.config.block_size
+    start = max(0, tokens.shape[1] - size)
+    for _ in range(n):
+        if tokens.shape[1] - start > size:
+            start = tokens.shape[1] - size // 2
+        new = model(tokens[:, start:])[:, -1].argmax(-1, keepdim=True)
+        tokens = torch.cat((tokens, new), dim=1)
+    return tokens
+
+
+@pytest.mark.parametrize("length", [1, 10, 16, 40])
+def test_generate_equals_uncached_greedy_within_and_beyond_the_context(length):
+    model = tiny().eval()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(3)  # sharper: no ties
+    tokens = tokens_for(model, length=length)
+    found = model.generate(tokens, 40, temperature=0)
+    assert torch.equal(found, greedy(model, tokens, 40))
+
+
+def test_f42_rows_draw_their_own_first_token():
+    model = tiny().eval()
+    tokens = tokens_for(model, rows=1).expand(64, -1)
+    generator = torch.Generator().manual_seed(0)
+    new = model.generate(tokens, 1, generator=generator)[:, -1]
+    assert len(new.unique()) > 10
+
+
+def test_same_seed_same_samples_and_the_global_random_state_is_not_touched():
+    model = tiny().eval()
+    state = torch.get_rng_state()
+    samples = [
+        model.generate(tokens_for(model, 2, 3), 5, generator=torch.Generator().manual_seed(s))
+        for s in (7, 7, 8)
+    ]
+    torch.manual_seed(1)
+    assert torch.equal(samples[0], samples[1]) and not torch.equal(samples[0], samples[2])
+    torch.set_rng_state(state)
+    tokens = torch.zeros(1, 1, dtype=torch.int64)
+    model.generate(tokens, 5, generator=torch.Generator())
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_on_token_sees_every_column_as_it_is_drawn():
+    model = tiny().eval()
+    seen = []
+    out = model.generate(tokens_for(model, 2, 3), 6, on_token=seen.append)
+    assert torch.equal(torch.stack(seen, dim=1), out[:, 3:])
+
+
+def test_padding_ids_are_never_drawn():
+    model = tiny().eval()
+    out = model.generate(torch.zeros(64, 1, dtype=torch.int64), 10, vocab_size=3)
+    assert out.max() < 3
+
+
+def test_f43_draw_limits():
+    logits = torch.tensor([[2.0, 1.0, 0.0, -1.0]]).expand(4000, -1)
+    assert (draw(logits, temperature=0.0) == 0).all()
+    assert set(draw(logits, top_k=0).tolist()) == {0, 1, 2, 3}
+    assert set(draw(logits, top_k=99).tolist()) == {0, 1, 2, 3}
+    assert set(draw(logits, top_k=2).tolist()) == {0, 1}
+    assert set(draw(logits, top_k=1).tolist()) == {0}
+    assert set(draw(logits, top_p=0.5).tolist()) == {0}  # the first has 0.64
+    assert set(draw(logits, top_p=0.7).tolist()) == {0, 1}
+    assert set(draw(logits, top_p=1e-9).tolist()) == {0}
+    shares = torch.bincount(draw(logits, temperature=2.0), minlength=4) / 4000
+    torch.testing.assert_close(shares, (logits[0] / 2).softmax(0), rtol=0, atol=0.04)
+
+
+# ---- training ---------------------------------------------------------------------------------
+
+
+def test_overfits_one_batch_to_near_zero():
+    model = tiny()
+    tokens, targets = tokens_for(model, 4), tokens_for(model, 4).flip(1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0)
+    for _ in range(200):
+        loss = model(tokens, targets)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert loss.item() < 0.01
+
+
+def test_ignored_targets_do_not_count():
+    model = tiny()
+    tokens, targets = tokens_for(model), tokens_for(model).flip(0)
+    half = targets.clone()
+    half[:, 8:] = -1
+    expected = F.cross_entropy(model(tokens)[:, :8].flatten(0, 1), targets[:, :8].flatten())
+    torch.testing.assert_close(model(tokens, half), expected)
+
+
+def test_dropout_is_off_in_evaluation():
+    model = tiny(dropout=0.5)
+    tokens = tokens_for(model)
+    assert not torch.equal(model(tokens), model(tokens))
+    model.eval()
+    assert torch.equal(model(tokens), model(tokens))
+
+
+def test_settings_rebuild_the_model():
+    model = tiny(n_kv_head=2, qk_norm=True)
+    again = GPT(GPTConfig(**model.settings()))
+    again.load_state_dict(model.state_dict())
+    tokens = tokens_for(model)
+    assert torch.equal(model(tokens), again(tokens))

@@ -1,0 +1,77 @@
+import pytest
+import torch
+from torch import nn
+
+from optim import build_optimizer, learning_rate_at
+
+CONFIG = {
+    "learning_rate": 1.0,
+    "min_lr": 0.1,
+    "warmup_iters": 10,
+    "lr_decay_iters": 110,
+    "decay_lr": True,
+    "lr_schedule": "cosine",
+    "decay_fraction": 0.2,
+}
+
+
+def test_only_matrices_and_embeddings_decay():
+    model = nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 4, bias=True), nn.LayerNorm(4))
+    optimizer = build_optimizer(model, 1e-3, (0.9, 0.95), 0.1)
+    decayed, kept = optimizer.param_groups
+    assert decayed["weight_decay"] == 0.1 and all(p.dim() == 2 for p in decayed["params"])
+    assert kept["weight_decay"] == 0.0 and all(p.dim() == 1 for p in kept["params"])
+    assert len(decayed["params"]) + len(kept["params"]) == len(list(model.parameters()))
+    assert decayed["fused"]
+
+
+def test_tied_weight_is_optimized_once():
+    embedding, head = nn.Embedding(8, 4), nn.Linear(4, 8, bias=False)
+    head.weight = embedding.weight
+    optimizer = build_optimizer(nn.ModuleList([embedding, head]), 1e-3, (0.9, 0.95), 0.1)
+    assert sum(len(group["params"]) for group in optimizer.param_groups) == 1
+
+
+def test_cosine_warms_up_peaks_and_ends_at_the_floor():
+    rates = [learning_rate_at(step, CONFIG) for step in range(130)]
+    assert rates[:11] == pytest.approx([(i + 1) / 11 for i in range(11)])
+    assert rates[60] == pytest.approx(0.55)
+    assert rates[110:] == [0.1] * 20
+    assert all(a > b for a, b in zip(rates[10:110], rates[11:111], strict=True))
+
+
+def test_wsd_is_stable_then_decays():
+    config = CONFIG | {"lr_schedule": "wsd"}
+    rates = [learning_rate_at(step, config) for step in range(130)]
+    assert rates[10:89] == [1.0] * 79  # the decay takes the last 22 of 110 steps
+    assert all(a > b for a, b in zip(rates[88:110], rates[89:111], strict=True))
+    assert rates[88 + 11] == pytest.approx(0.1 + 0.9 * (1 - 0.5**0.5))
+    assert rates[110:] == [0.1] * 20
+
+
+def test_without_decay_the_rate_stays_at_its_peak():
+    config = CONFIG | {"decay_lr": False}
+    assert learning_rate_at(5, config) < 1.0
+    assert learning_rate_at(10**6, config) == 1.0
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "wsd"])
+def test_degenerate_lengths_do_not_divide_by_zero(schedule):
+    for warmup, end in ((0, 0), (0, 1), (5, 5), (10, 5)):
+        config = CONFIG | {"lr_schedule": schedule, "warmup_iters": warmup, "lr_decay_iters": end}
+        for fraction in (0.0, 1.0):
+            config["decay_fraction"] = fraction
+            assert all(0 < learning_rate_at(step, config) <= 1.0 for step in range(20))
+
+
+def test_a_gradient_that_is_not_finite_never_reaches_the_weights():
+    for gradient, moved in ((float("nan"), False), (1.0, True)):
+        layer = nn.Linear(2, 2)
+        optimizer = build_optimizer(layer, 0.1, (0.9, 0.95), 0.1)
+        before = layer.weight.detach().clone()
+        for p in layer.parameters():
+            p.grad = torch.full_like(p, gradient)
+        norm = torch.nn.utils.clip_grad_norm_(layer.parameters(), 1.0)
+        optimizer.found_inf = (~norm.isfinite()).float()
+        optimizer.step()
+        assert torch.equal(before, layer.weight) is not moved

@@ -1,0 +1,147 @@
+"""sample.py as a user runs it."""
+
+import shutil
+
+import pytest
+import torch
+from conftest import SUMS, TINY
+
+import checkpoint
+from tokenizer import ByteTokenizer, CharTokenizer
+from writer import write_dataset
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory, sums):
+    """An out_dir whose data set is gone: the checkpoint must be enough."""
+    import runpy
+    import sys
+
+    from conftest import ROOT
+
+    folder = tmp_path_factory.mktemp("trained")
+    shutil.copytree(sums, folder / "data")
+    sys.argv = ["train.py", *TINY, f"--dataset={folder / 'data'}", f"--out_dir={folder / 'out'}",
+                "--max_iters=100", "--lr_decay_iters=100"]  # fmt: skip
+    runpy.run_path(str(ROOT / "train.py"), run_name="__main__")
+    shutil.rmtree(folder / "data")
+    return folder / "out"
+
+
+def sample(run, out, *arguments):
+    return run("sample.py", f"--out_dir={out}", "--device=cpu", "--max_new_tokens=12", *arguments)
+
+
+def test_f40_the_checkpoint_carries_its_tokenizer(run, trained):
+    shown = sample(run, trained, "--start=12+34=", "--num_samples=3")
+    parts = shown.split("---------------\n")[:-1]
+    assert len(parts) == 3
+    for part in parts:
+        assert part.startswith("12+34=") and set(part) <= set(SUMS)
+        assert len(part.removesuffix("\n")) >= len("12+34=") + 11
+
+
+def test_f33_prompt_may_hold_equals_signs(run, trained):
+    assert sample(run, trained, "--start=1+1=", "--num_samples=1").startswith("1+1=")
+
+
+def test_prompt_from_a_file(run, trained, tmp_path):
+    (tmp_path / "prompt.txt").write_text("7+8=", encoding="utf-8")
+    assert sample(run, trained, f"--start=FILE:{tmp_path / 'prompt.txt'}").startswith("7+8=")
+    with pytest.raises(ValueError, match="cannot read --start=FILE:nowhere.txt"):
+        sample(run, trained, "--start=FILE:nowhere.txt")
+
+
+def test_same_seed_same_samples(run, trained):
+    first = sample(run, trained, "--seed=3")
+    assert sample(run, trained, "--seed=3") == first != sample(run, trained, "--seed=4")
+
+
+def test_f42_samples_differ_from_their_first_token_on(run, trained):
+    shown = sample(run, trained, "--start=1", "--num_samples=40", "--temperature=1.5")
+    assert len({part[:2] for part in shown.split("---------------\n")[:-1]}) > 3
+
+
+def test_f43_greedy_no_top_k_and_a_prompt_longer_than_the_context(run, trained):
+    greedy = sample(run, trained, "--temperature=0", "--num_samples=2", "--top_k=0")
+    first, second = greedy.split("---------------\n")[:2]
+    assert first == second
+    long = "1+2=3\n" * 20
+    assert sample(run, trained, f"--start={long}", "--top_k=0").startswith(long)
+    assert sample(run, trained, "--top_p=0.5", "--max_new_tokens=40")
+
+
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        ("--start=hello", "does not know 'ehlo'"),
+        ("--start=", "--start is empty"),
+        ("--top_k=-1", "top_k=-1 must be 0"),
+        ("--temperature=-0.5", "temperature=-0.5 must be 0"),
+        ("--top_p=0", "top_p=0.0 must be above 0"),
+        ("--num_samples=0", "num_samples=0 must be at least 1"),
+        ("--max_new_tokens=0", "max_new_tokens=0 must be at least 1"),
+        ("--out_dir=nowhere", "no checkpoint at nowhere"),
+        ("--ckpt=other.pt", "no checkpoint at .*other.pt"),
+    ],
+)
+def test_bad_input_is_one_clear_line(run, trained, argument, message):
+    with pytest.raises(ValueError, match=message):
+        sample(run, trained, argument)
+
+
+def test_one_sample_streams_and_equals_the_same_sample_in_one_piece(start, run, trained):
+    process = start("sample.py", f"--out_dir={trained}", "--device=cpu", "--num_samples=1",
+                    "--start=1", "--max_new_tokens=4000")  # fmt: skip
+    assert process.stdout.readline().startswith("#")
+    early = process.stdout.read(40)  # comes long before all is decoded
+    assert len(early) == 40
+    process.kill()
+    whole = sample(run, trained, "--num_samples=1", "--start=1", "--max_new_tokens=60")
+    streamed, model = whole.removesuffix("\n"), checkpoint.load(trained / "best.pt")
+    assert len(streamed) == 61 and model["iter_num"] == 100
+
+
+def test_f39_characters_of_several_bytes_in_any_locale(start, tmp_path):
+    """Text is read and written as UTF-8 even where that is not the locale's encoding."""
+    text = "naïve 你好 🙂\n" * 60
+    (tmp_path / "text.txt").write_text(text, encoding="utf-8")
+    old = {"PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "LC_ALL": "C", "PYTHONIOENCODING": ""}
+    prepare = start("data/text/prepare.py", f"--input={tmp_path / 'text.txt'}",
+                    "--tokenizer=char", f"--out={tmp_path / 'data'}", **old)  # fmt: skip
+    assert prepare.wait() == 0, prepare.stdout.read()
+    train = start("train.py", *TINY, f"--dataset={tmp_path / 'data'}", f"--out_dir={tmp_path}",
+                  "--max_iters=1", **old)  # fmt: skip
+    assert train.wait() == 0, train.stdout.read()
+    (tmp_path / "prompt.txt").write_text("你", encoding="utf-8")
+    prompt = f"--start=FILE:{tmp_path / 'prompt.txt'}"
+    sample = start("sample.py", f"--out_dir={tmp_path}", "--device=cpu", prompt,
+                   "--max_new_tokens=20", **old)  # fmt: skip
+    assert sample.wait() == 0, sample.stdout.read()
+
+
+def test_bytes_of_one_character_are_shown_together(run, tmp_path):
+    text = "你好" * 200
+    splits = {"train": [text], "val": [text]}
+    write_dataset(tmp_path / "data", ByteTokenizer(), splits)
+    run("train.py", *TINY, f"--dataset={tmp_path / 'data'}", f"--out_dir={tmp_path}",
+        "--max_iters=80", "--lr_decay_iters=80")  # fmt: skip
+    shown = sample(run, tmp_path, "--start=你", "--num_samples=1", "--temperature=0")
+    assert shown == "你好你好你\n"
+
+
+def test_empty_prompt_starts_from_the_end_of_text_token(run, tmp_path):
+    write_dataset(tmp_path / "data", ByteTokenizer(), {"train": ["ab"] * 20, "val": ["ab"] * 20})
+    run("train.py", *TINY, f"--dataset={tmp_path / 'data'}", f"--out_dir={tmp_path}",
+        "--max_iters=120", "--lr_decay_iters=120")  # fmt: skip
+    assert sample(run, tmp_path, "--start=", "--temperature=0").startswith("ababab")
+
+
+def test_char_vocabulary_is_never_exceeded_by_an_untrained_model(run, tmp_path):
+    text = "ab" * 100
+    write_dataset(tmp_path / "data", CharTokenizer.train(text), {"train": [text], "val": [text]})
+    run("train.py", *TINY, f"--dataset={tmp_path / 'data'}", f"--out_dir={tmp_path}",
+        "--max_iters=1")  # fmt: skip
+    shown = sample(run, tmp_path, "--start=a", "--temperature=5", "--top_k=0")
+    assert set(shown) <= set("ab\n-")
+    assert torch.is_tensor(checkpoint.load(tmp_path / "ckpt.pt")["model"]["lm_head.weight"])

@@ -1,0 +1,65 @@
+import pytest
+
+from tokenizer import ByteTokenizer, CharTokenizer, GPT2Tokenizer, from_meta
+
+
+def test_char_round_trip_and_meta():
+    chars = CharTokenizer.train("hello wörld")
+    assert chars.vocab_size == len(set("hello wörld"))
+    assert chars.decode(chars.encode("hello wörld")) == "hello wörld"
+    assert from_meta(chars.meta()).encode("wö") == chars.encode("wö")
+
+
+def test_f40_unknown_character_is_named():
+    with pytest.raises(ValueError, match="does not know 'xy'"):
+        CharTokenizer.train("abc").encode("ayxa")
+
+
+def test_bytes_know_every_character_and_decode_torn_ones():
+    text = "naïve 你好 🙂"
+    ids = ByteTokenizer().encode(text)
+    assert ByteTokenizer().decode(ids) == text
+    assert ByteTokenizer().decode(ids[:-1]).endswith("\ufffd")
+    assert ByteTokenizer().decode([ByteTokenizer.end_of_text]) == ""
+    assert from_meta({"tokenizer": "byte"}).vocab_size == 257
+
+
+def test_unknown_tokenizer_is_named():
+    with pytest.raises(ValueError, match="unknown tokenizer 'bpe9000'"):
+        from_meta({"tokenizer": "bpe9000"})
+
+
+def test_gpt2_without_its_files_says_what_to_do(monkeypatch, tmp_path):
+    import tiktoken
+
+    def offline(name):
+        raise OSError("no route to host")
+
+    monkeypatch.setattr(tiktoken, "get_encoding", offline)
+    with pytest.raises(ValueError, match="TIKTOKEN_CACHE_DIR"):
+        GPT2Tokenizer()
+
+
+def test_gpt2_encodes_through_tiktoken(monkeypatch):
+    import tiktoken
+
+    small = tiktoken.Encoding(
+        "small",
+        pat_str=r"[a-z]+|.",
+        mergeable_ranks={bytes([i]): i for i in range(256)} | {b"he": 256},
+        special_tokens={"<|endoftext|>": 257},
+    )
+    monkeypatch.setattr(tiktoken, "get_encoding", lambda name: small)
+    gpt2 = from_meta({"tokenizer": "gpt2"})
+    assert gpt2.encode("he<|endoftext|>")[:1] == [256]
+    assert 257 not in gpt2.encode("<|endoftext|>")  # text is text, never a control token
+    assert gpt2.decode(gpt2.encode("hehe!")) == "hehe!"
+
+
+def test_f29_no_source_file_unpickles():
+    from conftest import ROOT
+
+    for path in [*ROOT.glob("*.py"), *ROOT.glob("data/**/*.py")]:
+        source = path.read_text(encoding="utf-8")
+        assert "pickle.load" not in source, path
+        assert "weights_only=False" not in source, path

@@ -1,0 +1,471 @@
+"""train.py as a user runs it. Most runs share this process; signals need one of their own."""
+
+import json
+import random
+import signal
+import sys
+import time
+import types
+import warnings
+
+import pytest
+import torch
+from conftest import TINY
+
+import checkpoint
+import model as model_file
+from runlog import read_metrics
+
+
+def train(run, out, data, *arguments):
+    return run("train.py", *TINY, f"--dataset={data}", f"--out_dir={out}", *arguments)
+
+
+def steps(out):
+    return [entry for entry in read_metrics(out / "metrics.jsonl") if "loss" in entry]
+
+
+def evaluations(out):
+    return [entry for entry in read_metrics(out / "metrics.jsonl") if "val_loss" in entry]
+
+
+def losses(out):
+    return [entry["loss"] for entry in steps(out)]
+
+
+def same_state(a, b):
+    """Whether two checkpoints hold bit for bit the same."""
+    if isinstance(a, torch.Tensor):
+        return torch.equal(a, b)
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same_state(a[key], b[key]) for key in a)
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(map(same_state, a, b))
+    return a == b
+
+
+# ---- the numbers ------------------------------------------------------------------------------
+
+GOLDEN = [
+    4.14974,
+    4.03532,
+    3.71762,
+    3.42397,
+    3.13933,
+    2.95853,
+    2.83939,
+    2.71524,
+    2.65456,
+    2.59722,
+    2.59477,
+    2.6285,
+    2.59234,
+    2.64243,
+    2.6488,
+    2.57223,
+    2.54533,
+    2.5626,
+    2.54587,
+    2.58452,
+]
+
+
+def test_golden_loss_curve(run, sums, tmp_path):
+    """20 steps, fixed seed, CPU, float32: a change of the numbers must be meant."""
+    train(run, tmp_path, sums, "--max_iters=20", "--dtype=float32")
+    assert losses(tmp_path) == pytest.approx(GOLDEN, abs=2e-4)
+    assert losses(tmp_path)[-1] < losses(tmp_path)[0] - 0.5
+
+
+def test_metrics_have_the_documented_keys_in_full_precision(run, sums, tmp_path):
+    train(run, tmp_path, sums, "--max_iters=3")
+    entry = steps(tmp_path)[1]
+    assert list(entry) == [
+        "iter", "loss", "lr", "grad_norm", "ms", "tokens_per_s", "mfu", "memory_gib",
+    ]  # fmt: skip
+    assert [e["iter"] for e in steps(tmp_path)] == [0, 1, 2]
+    assert list(evaluations(tmp_path)[0]) == ["iter", "train_loss", "val_loss"]
+    assert [e["iter"] for e in evaluations(tmp_path)] == [0, 3]
+    assert entry["mfu"] is None and entry["memory_gib"] is None  # not known for a CPU
+    assert entry["loss"] != round(entry["loss"], 6)
+
+
+def test_accumulation_1x8_equals_8x1(run, sums, tmp_path):
+    for name, split in (
+        ("whole", ["--batch_size=8", "--gradient_accumulation_steps=1"]),
+        ("parts", ["--batch_size=1", "--gradient_accumulation_steps=8"]),
+    ):
+        train(run, tmp_path / name, sums, *split, "--eval_interval=0")
+    assert losses(tmp_path / "parts") == pytest.approx(losses(tmp_path / "whole"), abs=1e-5)
+
+
+def test_f21_logged_loss_is_the_mean_over_micro_steps(run, sums, tmp_path, monkeypatch):
+    seen = []
+    forward = model_file.GPT.forward
+
+    def recording(self, tokens, targets=None, cache=None):
+        out = forward(self, tokens, targets, cache)
+        if self.training:
+            seen.append(out.item())
+        return out
+
+    monkeypatch.setattr(model_file.GPT, "forward", recording)
+    train(run, tmp_path, sums, "--gradient_accumulation_steps=4", "--max_iters=1")
+    assert len(seen) == 4
+    assert losses(tmp_path)[0] == pytest.approx(sum(seen) / 4, abs=1e-6)
+    assert losses(tmp_path)[0] != pytest.approx(seen[-1], abs=1e-6)  # nanoGPT's number
+
+
+def test_overfits_a_data_set_of_one_window(run, tmp_path):
+    from tokenizer import CharTokenizer
+    from writer import write_dataset
+
+    text = "to be, or not to "
+    write_dataset(tmp_path / "data", CharTokenizer.train(text), {"train": [text], "val": [text]})
+    train(run, tmp_path, tmp_path / "data", "--max_iters=150", "--lr_decay_iters=150")
+    assert losses(tmp_path)[-1] < 0.01
+
+
+def test_evaluation_repeats_exactly_and_does_not_disturb_training(run, sums, tmp_path):
+    train(run, tmp_path / "often", sums, "--eval_interval=2", "--dropout=0.1")
+    train(run, tmp_path / "never", sums, "--eval_interval=0", "--dropout=0.1")
+    assert losses(tmp_path / "often") == losses(tmp_path / "never")
+    assert [e["iter"] for e in evaluations(tmp_path / "often")] == [0, 2, 4, 6, 8, 10]
+    train(run, tmp_path / "often", sums, "--init_from=resume", "--dropout=0.1")
+    first, again = evaluations(tmp_path / "often")[-1], evaluations(tmp_path / "often")[-1]
+    assert first == again
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_f16_low_precision_trains_on_cpu_without_deprecated_calls(run, sums, tmp_path, dtype):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        train(run, tmp_path / dtype, sums, f"--dtype={dtype}")
+    train(run, tmp_path / "exact", sums, "--dtype=float32")
+    assert losses(tmp_path / dtype) == pytest.approx(losses(tmp_path / "exact"), abs=0.1)
+    with pytest.warns((FutureWarning, UserWarning)):
+        torch.cuda.amp.GradScaler(enabled=True)  # what nanoGPT does
+
+
+def test_f20_mfu_only_where_the_peak_is_known(monkeypatch):
+    import environment
+
+    gpu = types.SimpleNamespace(type="cuda")
+    for name, expected in (
+        ("NVIDIA H200", 989e12),
+        ("NVIDIA H100 PCIe", 756e12),
+        ("NVIDIA A100-SXM4-80GB", 312e12),
+        ("NVIDIA A10G", 70e12),
+        ("NVIDIA L40S", 362e12),
+        ("NVIDIA GeForce GTX 1080", None),
+    ):
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device, name=name: name)
+        assert environment.peak_flops(gpu, torch.bfloat16) == expected
+    assert environment.peak_flops(gpu, torch.float32) is None
+    assert environment.peak_flops(torch.device("cpu"), torch.bfloat16) is None
+
+
+# ---- not finite -------------------------------------------------------------------------------
+
+
+def poison(monkeypatch, at_call, value):
+    """From the `at_call`-th training loss on, return `value` times the loss."""
+    calls = []
+    original = model_file.linear_cross_entropy
+
+    def poisoned(*arguments):
+        loss = original(*arguments)
+        if torch.is_grad_enabled():
+            calls.append(1)
+            if len(calls) >= at_call:
+                return loss * value
+        return loss
+
+    monkeypatch.setattr(model_file, "linear_cross_entropy", poisoned)
+
+
+@pytest.mark.parametrize("log_interval", [1, 4])
+def test_f19_loss_that_is_not_finite_stops_and_keeps_the_checkpoint(
+    run, sums, tmp_path, monkeypatch, log_interval
+):
+    train(run, tmp_path, sums, "--max_iters=5")
+    good = (tmp_path / "ckpt.pt").read_bytes()
+    poison(monkeypatch, 3, float("nan"))
+    with pytest.raises(ValueError, match="nan.* is not finite; checkpoints .* not overwritten"):
+        train(
+            run, tmp_path, sums, "--max_iters=12", "--init_from=resume",
+            f"--log_interval={log_interval}",
+        )  # fmt: skip
+    assert (tmp_path / "ckpt.pt").read_bytes() == good
+
+
+def test_f19_one_infinite_gradient_is_skipped_and_training_goes_on(
+    run, sums, tmp_path, monkeypatch
+):
+    clip = torch.nn.utils.clip_grad_norm_
+    calls = []
+
+    def explode_once(parameters, *arguments):
+        parameters = list(parameters)
+        calls.append(1)
+        if len(calls) == 4:
+            parameters[0].grad[0] = float("inf")
+        return clip(parameters, *arguments)
+
+    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", explode_once)
+    train(run, tmp_path, sums)
+    assert losses(tmp_path)[-1] < losses(tmp_path)[0]
+    saved = checkpoint.load(tmp_path / "ckpt.pt")
+    assert all(w.isfinite().all() for w in saved["model"].values())
+
+
+# ---- stop and resume --------------------------------------------------------------------------
+
+
+def test_f22_interrupted_and_resumed_equals_uninterrupted_bit_for_bit(run, sums, tmp_path):
+    more = ["--dropout=0.1", "--gradient_accumulation_steps=2"]
+    train(run, tmp_path / "whole", sums, *more)
+    train(run, tmp_path / "parts", sums, *more, "--max_iters=3")
+    train(run, tmp_path / "parts", sums, *more, "--max_iters=7", "--init_from=resume")
+    train(run, tmp_path / "parts", sums, *more, "--init_from=resume")
+    assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
+    a, b = (checkpoint.load(tmp_path / name / "ckpt.pt") for name in ("whole", "parts"))
+    for key in ("model", "optimizer", "random_state", "iter_num", "sequences"):
+        assert same_state(a[key], b[key]), key
+
+
+def test_f22_sequences_are_not_repeated_when_the_global_batch_changes(run, sums, tmp_path):
+    train(run, tmp_path, sums, "--max_iters=3")
+    train(run, tmp_path, sums, "--max_iters=5", "--init_from=resume", "--batch_size=2")
+    assert checkpoint.load(tmp_path / "ckpt.pt")["sequences"] == 3 * 4 + 2 * 2
+
+
+def test_one_metrics_entry_per_iteration_after_a_crash(run, sums, tmp_path):
+    train(run, tmp_path, sums, "--max_iters=5")
+    with open(tmp_path / "metrics.jsonl", "a") as file:  # steps after the checkpoint, then a crash
+        file.write(json.dumps(steps(tmp_path)[-1] | {"iter": 5}) + "\n" + '{"iter": 6, "lo')
+    train(run, tmp_path, sums, "--max_iters=8", "--init_from=resume")
+    assert [entry["iter"] for entry in steps(tmp_path)] == list(range(8))
+    assert [entry["iter"] for entry in evaluations(tmp_path)] == [0, 8]
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
+def test_f31_signal_saves_says_how_to_resume_and_resuming_is_exact(
+    start, run, sums, tmp_path, signum
+):
+    arguments = [*TINY, f"--dataset={sums}", "--max_iters=400", "--dropout=0.1"]
+    process = start("train.py", *arguments, f"--out_dir={tmp_path / 'parts'}")
+    stop_at = random.randrange(5, 60)
+    for line in process.stdout:
+        if line.startswith(f"iter {stop_at:6d} | loss"):
+            process.send_signal(signum)
+            break
+    rest = process.stdout.read()
+    assert process.wait(30) == 0, rest
+    assert "--init_from=resume" in rest and "Traceback" not in rest
+    saved = checkpoint.load(tmp_path / "parts" / "ckpt.pt")
+    assert stop_at <= saved["iter_num"] < 400
+
+    end = f"--max_iters={saved['iter_num'] + 20}"
+    for out, more in (("parts", "--init_from=resume"), ("whole", "--init_from=scratch")):
+        run("train.py", *arguments, f"--out_dir={tmp_path / out}", end, more)
+    a, b = (checkpoint.load(tmp_path / name / "ckpt.pt") for name in ("parts", "whole"))
+    assert same_state(a["model"], b["model"]) and same_state(a["optimizer"], b["optimizer"])
+    assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
+
+
+def test_second_signal_stops_at_once(start, sums, tmp_path):
+    more = [f"--dataset={sums}", f"--out_dir={tmp_path}", "--eval_iters=100000"]
+    process = start("train.py", *TINY, *more)
+    for line in process.stdout:
+        if line.startswith("settings"):
+            break
+    time.sleep(1.0)
+    process.send_signal(signal.SIGINT)
+    time.sleep(0.5)
+    assert process.poll() is None  # still evaluating
+    process.send_signal(signal.SIGINT)
+    assert process.wait(10) != 0
+    assert "Traceback" not in process.stdout.read()
+
+
+def test_f31_final_checkpoint_without_any_evaluation(run, sums, tmp_path):
+    train(run, tmp_path, sums, "--eval_interval=0", "--max_iters=3")
+    assert checkpoint.load(tmp_path / "ckpt.pt")["iter_num"] == 3
+
+
+def test_f24_eval_only_on_a_resumed_run_does_not_train(run, sums, tmp_path):
+    train(run, tmp_path, sums, "--max_iters=3")
+    before = {p.name: p.read_bytes() for p in tmp_path.iterdir() if p.is_file()}
+    shown = train(run, tmp_path, sums, "--init_from=resume", "--eval_only=True")
+    assert f"val loss {evaluations(tmp_path)[-1]['val_loss']:7.4f}" in shown
+    assert {p.name: p.read_bytes() for p in tmp_path.iterdir() if p.is_file()} == before
+
+
+def overfitting_data(folder):
+    """Training text that says nothing about the validation text."""
+    from tokenizer import CharTokenizer
+    from writer import write_dataset
+
+    splits = {"train": ["abcdefgh" * 50], "val": ["hgfedcba" * 50]}
+    write_dataset(folder, CharTokenizer.train("abcdefgh"), splits)
+    return folder
+
+
+@pytest.mark.parametrize("always", [True, False])
+def test_f25_best_validation_loss_stays_the_best(run, tmp_path, always):
+    data = overfitting_data(tmp_path / "data")
+    out = tmp_path / "out"
+    train(
+        run, out, data, "--eval_interval=2", "--max_iters=30", "--warmup_iters=10",
+        f"--always_save_checkpoint={always}",
+    )  # fmt: skip
+    values = [entry["val_loss"] for entry in evaluations(out)]
+    assert values[-1] > min(values) + 0.1  # it did overfit
+    last = checkpoint.load(out / "ckpt.pt")
+    assert last["best_val_loss"] == min(values)
+    assert last["iter_num"] == 30
+    if (out / "best.pt").exists():
+        best = checkpoint.load(out / "best.pt")
+        assert best["best_val_loss"] == min(values[1:])
+        assert "optimizer" not in best
+
+
+def test_f28_compiled_model_is_saved_under_plain_names(run, sums, tmp_path, monkeypatch):
+    compile = torch.compile
+    wrapped = []
+
+    def eager_backend(model, mode=None):
+        wrapped.append(compile(model, backend="eager"))
+        return wrapped[-1]
+
+    monkeypatch.setattr(torch, "compile", eager_backend)
+    train(run, tmp_path, sums, "--compile=True", "--max_iters=2")
+    names = list(checkpoint.load(tmp_path / "ckpt.pt")["model"])
+    assert wrapped and not [n for n in names if "_orig_mod" in n or "module." in n]
+    assert any("_orig_mod" in name for name in wrapped[0].state_dict())  # the naive names
+
+
+def test_new_run_moves_the_old_one_aside(run, sums, tmp_path):
+    train(run, tmp_path, sums, "--max_iters=2")
+    old = (tmp_path / "ckpt.pt").read_bytes()
+    assert "previous" in train(run, tmp_path, sums, "--max_iters=1")
+    assert (tmp_path / "previous" / "ckpt.pt").read_bytes() == old
+
+
+def test_failed_save_keeps_training_and_is_reported_at_the_end(run, sums, tmp_path, monkeypatch):
+    def full(path, content):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(checkpoint, "save", full)
+    with pytest.raises(SystemExit, match="last checkpoint at iteration 10 was not saved"):
+        train(run, tmp_path, sums, "--eval_interval=5")
+    assert len(losses(tmp_path)) == 10
+
+
+# ---- wandb ------------------------------------------------------------------------------------
+
+
+def test_wandb_failure_never_stops_training(run, sums, tmp_path, monkeypatch):
+    def broken(**arguments):
+        raise RuntimeError("no account")
+
+    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=broken))
+    shown = train(run, tmp_path, sums, "--wandb_log=True", "--max_iters=2")
+    assert "no wandb for this run (RuntimeError: no account)" in shown
+    assert len(losses(tmp_path)) == 2
+
+
+def test_wandb_gets_every_entry_and_a_resumed_run_is_the_same_run(run, sums, tmp_path, monkeypatch):
+    started, logged = [], []
+
+    def init(**arguments):
+        started.append(arguments)
+        return types.SimpleNamespace(
+            id="abc123", log=lambda entry, step: logged.append(step), finish=lambda: None
+        )
+
+    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=init))
+    train(run, tmp_path, sums, "--wandb_log=True", "--max_iters=2", "--eval_interval=0")
+    train(
+        run, tmp_path, sums, "--wandb_log=True", "--max_iters=3", "--eval_interval=0",
+        "--init_from=resume",
+    )  # fmt: skip
+    assert logged == [0, 1, 2]
+    assert [arguments["id"] for arguments in started] == [None, "abc123"]
+    assert started[0]["config"]["n_layer"] == 2
+
+
+# ---- bad input --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        ("--device=tpu", "unknown device 'tpu': use auto, cpu, cuda"),
+        ("--dtype=int8", "unknown dtype 'int8': use auto, float32"),
+        ("--lr_schedule=linear", "unknown lr_schedule='linear': use cosine or wsd"),
+        ("--compile_mode=fast", "unknown compile_mode='fast': use default, reduce-overhead"),
+        ("--init_from=gpt2", "unknown init_from='gpt2'"),
+        ("--n_head=3", "n_embd=32 is not divisible by n_head=3"),
+        ("--n_kv_head=3", "n_head=2 is not divisible by n_kv_head=3"),
+        ("--n_embd=34", "head dimension .* is odd"),
+        ("--block_size=100000", "but block_size=100000 needs at least 100001"),
+        ("--vocab_size=5", "token id .* but the model's vocabulary has 5"),
+        ("--batch_size=0", "batch_size=0 must be at least 1"),
+        ("--gradient_accumulation_steps=0", "gradient_accumulation_steps=0 must be at least 1"),
+        ("--out_dir=/dev/null/out", "cannot write to out_dir=/dev/null/out"),
+        ("--dataset=nowhere", "no data set at .*nowhere"),
+        ("--init_from=resume", "no checkpoint at .*ckpt.pt: train first"),
+        ("--lerning_rate=1", "did you mean 'learning_rate'"),
+    ],
+)
+def test_bad_input_is_one_clear_line(run, sums, tmp_path, argument, message):
+    with pytest.raises(ValueError, match=message) as error:
+        train(run, tmp_path, sums, argument)
+    assert "\n" not in str(error.value)
+
+
+def test_resume_with_another_architecture_names_the_differing_keys(run, sums, tmp_path):
+    train(run, tmp_path, sums, "--max_iters=1")
+    with pytest.raises(ValueError, match=r"n_layer \(checkpoint 2, now 3\), n_embd"):
+        train(run, tmp_path, sums, "--init_from=resume", "--n_layer=3", "--n_embd=64")
+
+
+def test_resume_with_another_alphabet_is_refused(run, sums, tmp_path):
+    from tokenizer import CharTokenizer
+    from writer import write_dataset
+
+    train(run, tmp_path, sums, "--max_iters=1")
+    splits = {"train": ["abcdefghijkl" * 50], "val": ["abcdefghijkl" * 50]}
+    write_dataset(tmp_path / "data", CharTokenizer.train("abcdefghijkl"), splits)
+    with pytest.raises(ValueError, match="differs in tokenizer"):
+        train(run, tmp_path, tmp_path / "data", "--init_from=resume")
+
+
+def test_one_line_and_exit_code_in_a_process_of_its_own(start, tmp_path):
+    process = start("train.py", "--dataset=shakespeare_chars", f"--out_dir={tmp_path}")
+    shown = process.stdout.read()
+    assert process.wait() == 1
+    assert shown.count("\n") == 1 and shown.startswith("error: no data set at")
+
+
+def test_nanogpt_bin_files_without_meta_work(run, tmp_path):
+    import numpy as np
+
+    for name in ("train.bin", "val.bin"):
+        (np.arange(5000) % 50257).astype(np.uint16).tofile(tmp_path / name)
+    shown = train(run, tmp_path / "out", tmp_path, "--max_iters=1")
+    assert "vocabulary 50304 of 50304" in shown
+
+
+# ---- the settings -----------------------------------------------------------------------------
+
+
+def test_resolved_settings_are_in_the_log_and_the_checkpoint(run, sums, tmp_path):
+    shown = train(run, tmp_path, sums, "--max_iters=1")
+    config = checkpoint.load(tmp_path / "ckpt.pt")["config"]
+    assert config["n_embd"] == 32 and config["learning_rate"] == 1e-2
+    flat = shown.replace("\n  ", " ")
+    for key, value in config.items():
+        assert f"{key}={value}" in flat
