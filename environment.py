@@ -116,6 +116,44 @@ def peak_memory_gib(device: "torch.device") -> float | None:
     return torch.cuda.max_memory_allocated(device) / 2**30 if device.type == "cuda" else None
 
 
+def release_memory(device: "torch.device") -> None:
+    """Give cached blocks back after something that is not a training step, so that blocks of its
+    sizes do not stay beside those of training."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def cudnn_attention(device: "torch.device", dtype: "torch.dtype", head_dim: int) -> bool:
+    """Whether cuDNN's attention is the fastest here: on Hopper and newer, in half precision
+    (measured on an H200, see dev/LOG.md)."""
+    return (
+        device.type == "cuda"
+        and dtype != torch.float32
+        and torch.backends.cudnn.is_available()
+        and torch.cuda.get_device_capability(device) >= (9, 0)
+        and head_dim % 8 == 0
+        and head_dim <= 128
+    )
+
+
+def summary(
+    device: "torch.device", dtype: "torch.dtype", obstacle: str | None, compile_mode: str
+) -> str:
+    """What a run will use, in one line, with what was asked for but cannot be had."""
+    compiled = f"not compiled ({obstacle})" if obstacle else f"compiled ({compile_mode})"
+    name = str(device)
+    if device.type == "cuda":
+        name = f"{device} ({torch.cuda.get_device_name(device)})"
+        processors = torch.cuda.get_device_properties(device).multi_processor_count
+        if not obstacle and compile_mode.startswith("max-autotune") and processors < 68:
+            compiled += f", but not autotuned: {processors} multiprocessors, 68 are needed"
+        if not expandable_segments():
+            compiled += ", without expandable segments"
+    elif not obstacle and compile_mode in GRAPH_MODES:
+        compiled += f", without CUDA graphs on {device.type}"
+    return f"device {name}, dtype {str(dtype).removeprefix('torch.')}, {compiled}"
+
+
 def compile_obstacle(device: "torch.device") -> str | None:
     """Why torch.compile cannot work here, in one line with its remedy; None if nothing is known.
 

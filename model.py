@@ -11,10 +11,12 @@ S length of the KV cache.
 import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils import checkpoint
 
 from loss import linear_cross_entropy
 
@@ -119,6 +121,7 @@ class Attention(nn.Module):
         super().__init__()
         self.n_head, self.n_kv_head = config.n_head, config.n_kv_head
         self.head_dim, self.dropout = config.head_dim, config.dropout
+        self.cudnn = False
         self.q_proj = nn.Linear(config.n_embd, self.n_head * self.head_dim, bias=False)
         self.k_proj = nn.Linear(config.n_embd, self.n_kv_head * self.head_dim, bias=False)
         self.v_proj = nn.Linear(config.n_embd, self.n_kv_head * self.head_dim, bias=False)
@@ -148,13 +151,20 @@ class Attention(nn.Module):
             (self.n_head, self.n_kv_head), dim=2
         )  # (B, T, H or K, D)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, H or K, T, D)
-        if cache is None:
+        dropout = self.dropout if self.training else 0.0
+        if cache is not None:
+            y = self.attend_cache(q, k, v, cache, layer, positions)
+        elif self.cudnn:
+            # Called by name: choosing it by a context manager has no effect on code compiled
+            # before, and inside compiled code keeps that out of torch's cache.
+            y = torch.ops.aten._scaled_dot_product_cudnn_attention(
+                q, k, v, None, True, dropout, True
+            )[0]  # (B, H, T, D)
+        else:
             y = F.scaled_dot_product_attention(
-                q, k, v, is_causal=True, dropout_p=self.dropout if self.training else 0.0,
+                q, k, v, is_causal=True, dropout_p=dropout,
                 enable_gqa=self.n_kv_head != self.n_head,
             )  # (B, H, T, D)  # fmt: skip
-        else:
-            y = self.attend_cache(q, k, v, cache, layer, positions)
         return self.o_proj(y.transpose(1, 2).reshape(B, T, self.n_head * self.head_dim))
 
     def attend_cache(
@@ -200,7 +210,24 @@ class Block(nn.Module):
         return x + self.dropout(self.mlp(self.mlp_norm(x)))
 
 
+CHECKPOINTING = ("none", "selective", "block")
+ATTENTION_KERNELS = (
+    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+    torch.ops.aten._scaled_dot_product_flash_attention.default,
+    torch.ops.aten._scaled_dot_product_efficient_attention.default,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+)
+
+
+def keep_attention(context, op, *args, **kwargs) -> checkpoint.CheckpointPolicy:
+    """Selective activation checkpointing: recompute all of a block but its attention kernel."""
+    policy = checkpoint.CheckpointPolicy
+    return policy.MUST_SAVE if op in ATTENTION_KERNELS else policy.PREFER_RECOMPUTE
+
+
 class GPT(nn.Module):
+    activation_checkpointing = "none"  # one of CHECKPOINTING: memory for recomputation
+
     def __init__(self, config: GPTConfig):
         super().__init__()
         self.config = config
@@ -241,7 +268,12 @@ class GPT(nn.Module):
         rope = rope_tables(positions, self.config.head_dim, self.config.rope_theta)
         x = self.dropout(self.token_embedding(tokens))  # (B, T, C)
         for layer, block in enumerate(self.blocks):
-            x = block(x, rope) if cache is None else block(x, rope, cache, layer, positions)
+            if cache is not None:
+                x = block(x, rope, cache, layer, positions)
+            elif self.activation_checkpointing == "none" or not torch.is_grad_enabled():
+                x = block(x, rope)
+            else:
+                x = self.checkpointed(block, x, rope)
         x = self.final_norm(x)
         if targets is not None:
             return linear_cross_entropy(x.flatten(0, 1), self.lm_head.weight, targets.flatten())
@@ -249,6 +281,18 @@ class GPT(nn.Module):
             cache.position += T
             x = x[:, -1:]
         return self.lm_head(x)
+
+    def checkpointed(self, block: Block, x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
+        """`block(x, rope)`, of which backward recomputes what activation_checkpointing says."""
+        if self.activation_checkpointing == "block":
+            return checkpoint.checkpoint(block, x, rope, use_reentrant=False)
+        contexts = partial(checkpoint.create_selective_checkpoint_contexts, keep_attention)
+        return checkpoint.checkpoint(block, x, rope, use_reentrant=False, context_fn=contexts)
+
+    def use_cudnn_attention(self, use: bool) -> None:
+        """Whether training and evaluation call cuDNN's attention; decide before compiling."""
+        for block in self.blocks:
+            block.attention.cudnn = use
 
     @torch.no_grad()
     def generate(

@@ -1,6 +1,7 @@
 """Where a run's numbers go: the terminal, `metrics.jsonl` in its folder, and wandb if asked."""
 
 import json
+import math
 import os
 import sys
 from pathlib import Path
@@ -89,6 +90,10 @@ class RunLog:
         self.write(entry)
 
     def write(self, entry: dict[str, Any]) -> None:
+        entry = {  # JSON has no infinity
+            key: None if isinstance(value, float) and not math.isfinite(value) else value
+            for key, value in entry.items()
+        }
         if self.keeps_metrics:
             with open(self.path, "a", encoding="utf-8") as file:
                 file.write(json.dumps(entry) + "\n")

@@ -50,9 +50,7 @@ saved = checkpoint.load(path)
 model = GPT(GPTConfig(**saved["model_config"]))
 model.load_state_dict(saved["model"])
 model = model.to(device, dtype).eval()
-if "tokenizer" not in saved["tokenizer"]:  # nanoGPT's bare .bin files: they are GPT-2's tokens
-    saved["tokenizer"]["tokenizer"] = "gpt2"
-tokenizer = from_meta(saved["tokenizer"])
+tokenizer = from_meta(saved["tokenizer"] or {"tokenizer": "gpt2"})  # bare .bin files are GPT-2's
 
 if start.startswith("FILE:"):
     try:

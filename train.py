@@ -24,9 +24,11 @@ import torch
 import checkpoint
 from configurator import configure
 from dataloader import DataLoader, TokenFile, read_meta, validation_batches
-from model import GPT, GPTConfig
+from model import CHECKPOINTING, GPT, GPTConfig
 from optim import SCHEDULES, build_optimizer, learning_rate_at
+from profiling import Profiler
 from runlog import RunLog
+from tokenizer import from_meta
 
 # output and evaluation
 out_dir = "out"  # folder of the checkpoints and metrics.jsonl
@@ -35,6 +37,7 @@ eval_interval = 2000  # iterations between evaluations; 0: never
 eval_iters = 200  # batches per evaluation and split, always the same ones
 eval_only = False  # evaluate once and exit
 log_interval = 1  # iterations between log lines
+sample_interval = 0  # iterations between printed samples; 0: none
 always_save_checkpoint = True  # save at every evaluation; False: only after a better one
 # wandb
 wandb_log = False  # log to Weights & Biases too (WANDB_MODE=offline needs no account)
@@ -76,6 +79,9 @@ device = "auto"  # auto, cpu, cuda, cuda:N, mps
 dtype = "auto"  # auto, float32, bfloat16, float16: what matrix products are computed in
 compile = True  # torch.compile the model; falls back with a line that says why
 compile_mode = "default"  # default, reduce-overhead, max-autotune, max-autotune-no-cudagraphs
+activation_checkpointing = "none"  # none, selective (all but attention) or block: less memory
+profile = False  # write out_dir/trace.json of a few steps
+memory_snapshot = False  # write out_dir/memory.pickle, the GPU memory's history in a few steps
 
 config = configure(globals())
 
@@ -88,6 +94,11 @@ if lr_schedule not in SCHEDULES:
 if compile_mode not in environment.COMPILE_MODES:
     raise ValueError(
         f"unknown compile_mode={compile_mode!r}: use {', '.join(environment.COMPILE_MODES)}"
+    )
+if activation_checkpointing not in CHECKPOINTING:
+    raise ValueError(
+        f"unknown activation_checkpointing={activation_checkpointing!r}: "
+        f"use {', '.join(CHECKPOINTING)}"
     )
 for key in ("batch_size", "gradient_accumulation_steps", "eval_iters", "log_interval"):
     if config[key] < 1:
@@ -124,6 +135,8 @@ train_file, val_file = (
 names = {field.name for field in fields(GPTConfig)}
 model_config = GPTConfig(**{key: globals()[key] for key in names & config.keys()})
 raw_model = GPT(model_config).to(device)
+raw_model.activation_checkpointing = activation_checkpointing
+raw_model.use_cudnn_attention(environment.cudnn_attention(device, dtype, model_config.head_dim))
 optimizer = build_optimizer(raw_model, learning_rate, (beta1, beta2), weight_decay)
 scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
 iter_num, best_val_loss, data_offset = 0, math.inf, 0
@@ -150,18 +163,20 @@ loader = DataLoader(
 )
 
 # raw_model stays what is saved, sampled and counted: no "_orig_mod." in any name
-model, compiled = raw_model, "no"
-if compile:
-    obstacle = environment.compile_obstacle(device)
-    if obstacle:
-        compiled = f"no: {obstacle}"
-    else:
-        model, compiled = torch.compile(raw_model, mode=compile_mode), compile_mode
+obstacle = environment.compile_obstacle(device) if compile else "compile=False"
+model = raw_model if obstacle else torch.compile(raw_model, mode=compile_mode)
+cuda_graphs = model is not raw_model and compile_mode in environment.GRAPH_MODES
+if cuda_graphs:
+    # A graph's backward writes its gradients to memory that its next replay overwrites. So .grad
+    # is our own, allocated once, added to, and zeroed in place. (Marking steps or cloning
+    # activations, the usual advice, does not help.)
+    for parameter in raw_model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
 
 log = RunLog(Path(out_dir), config, iter_num)
 flops_per_iter = raw_model.flops_per_token() * tokens_per_iter
 peak_flops = environment.peak_flops(device, dtype)
-log.line(f"device {device}, dtype {str(dtype).removeprefix('torch.')}, compile {compiled}")
+log.line(environment.summary(device, dtype, obstacle, compile_mode))
 log.line(f"model {raw_model.num_params():,} parameters, vocabulary {data_vocab} of {vocab_size}")
 log.line(f"data {data_dir}, {len(train_file.tokens):,} tokens, {tokens_per_iter:,} per iteration")
 if "unigram_entropy" in meta:
@@ -177,10 +192,25 @@ def evaluate(file: TokenFile) -> float:
     total, count = torch.zeros((), device=device), 0
     for tokens, targets in validation_batches(file, batch_size, eval_iters * batch_size, device):
         with amp:
-            total += model(tokens, targets)
+            total += model(tokens, targets)  # into our own tensor: a graph's output does not last
         count += 1
     model.train()
     return total.item() / count
+
+
+def print_sample() -> None:
+    """Continue the first validation tokens, through the plain model and a generator of its own, so
+    that neither CUDA graphs nor training's random numbers notice."""
+    prompt = torch.from_numpy(val_file.tokens[:8].astype("int64"))[None].to(device)
+    generator = torch.Generator(device).manual_seed(seed)
+    raw_model.eval()
+    with amp:
+        out = raw_model.generate(
+            prompt, 100, temperature=0.8, top_k=200, vocab_size=data_vocab, generator=generator
+        )
+    raw_model.train()
+    log.line(f"iter {iter_num:6d} | sample: {tokenizer.decode(out[0].tolist())!r}")
+    environment.release_memory(device)
 
 
 def save(path: Path, content: dict) -> bool:
@@ -232,6 +262,8 @@ def request_stop(signum: int, frame: object) -> None:
     os.write(1, b"\nstopping after this step and saving; once more stops at once\n")
 
 
+tokenizer = from_meta(tokenizer_meta or {"tokenizer": "gpt2"}) if sample_interval else None
+profiler = Profiler(Path(out_dir), profile, memory_snapshot, device)
 stop_requested, saved_iter = False, None
 for signum in (signal.SIGINT, signal.SIGTERM):
     signal.signal(signum, request_stop)
@@ -264,6 +296,9 @@ while True:
             if better or always_save_checkpoint:
                 saved_iter = iter_num if save(ckpt_path, training_state()) else None
         logged_at, logged_iter = time.perf_counter(), iter_num  # evaluation is not training time
+    if sample_interval and iter_num % sample_interval == 0 and iter_num > 0:
+        print_sample()
+        logged_at, logged_iter = time.perf_counter(), iter_num
     if finished or stop_requested:
         break
 
@@ -271,6 +306,8 @@ while True:
     loss.zero_()
     for _ in range(gradient_accumulation_steps):
         tokens, targets = next(micro_batches)
+        if cuda_graphs:
+            torch.compiler.cudagraph_mark_step_begin()  # the last one's outputs are done with
         with amp:
             micro_loss = model(tokens, targets) / gradient_accumulation_steps
         scaler.scale(micro_loss).backward()
@@ -283,7 +320,7 @@ while True:
         optimizer.found_inf = (~grad_norm.isfinite()).float()
     scaler.step(optimizer)
     scaler.update()
-    optimizer.zero_grad(set_to_none=True)
+    optimizer.zero_grad(set_to_none=not cuda_graphs)
 
     # ---- log ----------------------------------------------------------------
     if iter_num % log_interval == 0 or iter_num + 1 == max_iters:
@@ -303,6 +340,9 @@ while True:
         stop_if_not_finite({"loss": loss_now})
     iter_num += 1
     log.progress(iter_num)
+    written = profiler.step()
+    if written:
+        log.line(written)
 
 # -----------------------------------------------------------------------------
 if eval_only:

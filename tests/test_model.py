@@ -349,3 +349,46 @@ def test_settings_rebuild_the_model():
     again.load_state_dict(model.state_dict())
     tokens = tokens_for(model)
     assert torch.equal(model(tokens), again(tokens))
+
+
+@pytest.mark.parametrize("kind", ["selective", "block"])
+def test_activation_checkpointing_changes_no_number(kind):
+    model = tiny(dropout=0.2)
+    tokens, targets = tokens_for(model), tokens_for(model).flip(0)
+
+    def loss_and_gradients():
+        torch.manual_seed(3)  # the same dropout, also when it is drawn again in backward
+        model.zero_grad()
+        loss = model(tokens, targets)
+        loss.backward()
+        return [loss.detach(), *(p.grad.clone() for p in model.parameters())]
+
+    expected = loss_and_gradients()
+    model.activation_checkpointing = kind
+    for found, wanted in zip(loss_and_gradients(), expected, strict=True):
+        assert torch.equal(found, wanted)
+
+
+def test_activation_checkpointing_recomputes_what_it_says():
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Count(TorchDispatchMode):
+        def __init__(self):
+            super().__init__()
+            self.counts = {"attention": 0, "mm": 0}
+
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            name = str(function)
+            self.counts["attention"] += "attention" in name and "backward" not in name
+            self.counts["mm"] += name.startswith("aten.mm")
+            return function(*args, **(kwargs or {}))
+
+    seen = {}
+    for kind in ("none", "selective", "block"):
+        model = tiny(n_layer=3)
+        model.activation_checkpointing = kind
+        with Count() as count:
+            model(tokens_for(model), tokens_for(model)).backward()
+        seen[kind] = count.counts
+    assert [seen[k]["attention"] for k in ("none", "selective", "block")] == [3, 3, 6]
+    assert seen["none"]["mm"] < seen["selective"]["mm"] == seen["block"]["mm"]

@@ -406,6 +406,8 @@ def test_wandb_gets_every_entry_and_a_resumed_run_is_the_same_run(run, sums, tmp
         ("--dtype=int8", "unknown dtype 'int8': use auto, float32"),
         ("--lr_schedule=linear", "unknown lr_schedule='linear': use cosine or wsd"),
         ("--compile_mode=fast", "unknown compile_mode='fast': use default, reduce-overhead"),
+        ("--activation_checkpointing=all", "unknown activation_checkpointing=.all.: use none"),
+        ("--memory_snapshot=True", "memory_snapshot=True needs a CUDA device"),
         ("--init_from=gpt2", "unknown init_from='gpt2'"),
         ("--n_head=3", "n_embd=32 is not divisible by n_head=3"),
         ("--n_kv_head=3", "n_head=2 is not divisible by n_kv_head=3"),
@@ -469,3 +471,30 @@ def test_resolved_settings_are_in_the_log_and_the_checkpoint(run, sums, tmp_path
     flat = shown.replace("\n  ", " ")
     for key, value in config.items():
         assert f"{key}={value}" in flat
+
+
+# ---- watching and debugging -------------------------------------------------------------------
+
+
+def test_samples_in_training_do_not_change_the_loss_curve(run, sums, tmp_path):
+    shown = train(run, tmp_path / "with", sums, "--sample_interval=3", "--dropout=0.1")
+    train(run, tmp_path / "without", sums, "--dropout=0.1")
+    assert losses(tmp_path / "with") == losses(tmp_path / "without")
+    assert [line[:22] for line in shown.splitlines() if "sample:" in line] == [
+        f"iter {i:6d} | sample: " for i in (3, 6, 9)
+    ]
+
+
+def test_profile_writes_a_trace_of_a_few_steps(run, sums, tmp_path):
+    shown = train(run, tmp_path, sums, "--profile=True")
+    assert "trace.json (open it at ui.perfetto.dev)" in shown
+    trace = json.loads((tmp_path / "trace.json").read_text())
+    steps = {e["name"] for e in trace["traceEvents"] if e["name"].startswith("ProfilerStep")}
+    assert len(steps) == 3
+
+
+@pytest.mark.parametrize("kind", ["selective", "block"])
+def test_activation_checkpointing_leaves_the_loss_curve_as_it_is(run, sums, tmp_path, kind):
+    for name in (kind, "none"):
+        train(run, tmp_path / name, sums, f"--activation_checkpointing={name}", "--dropout=0.1")
+    assert losses(tmp_path / kind) == losses(tmp_path / "none")

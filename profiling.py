@@ -1,0 +1,49 @@
+"""`--profile=True` and `--memory_snapshot=True`: files that show where time and memory go."""
+
+from pathlib import Path
+
+import torch
+
+FIRST_STEP, STEPS = 5, 3  # steps traced, after compilation and warm-up
+
+
+class Profiler:
+    """Writes `trace.json` (for ui.perfetto.dev or chrome://tracing) and `memory.pickle`
+    (for pytorch.org/memory_viz) to `out_dir` after a few steps; does nothing if neither is asked.
+    """
+
+    def __init__(self, out_dir: Path, trace: bool, memory: bool, device: torch.device):
+        self.out_dir, self.trace, self.memory, self.steps = out_dir, None, memory, 0
+        if memory:
+            if device.type != "cuda":
+                raise ValueError(f"memory_snapshot=True needs a CUDA device, not {device}")
+            torch.cuda.memory._record_memory_history(max_entries=200_000)
+        if trace:
+            self.trace = torch.profiler.profile(
+                schedule=torch.profiler.schedule(
+                    wait=FIRST_STEP - 1, warmup=1, active=STEPS, repeat=1
+                ),
+                on_trace_ready=lambda p: p.export_chrome_trace(str(out_dir / "trace.json")),
+            )
+            self.trace.start()
+
+    def step(self) -> str:
+        """Call after every iteration; returns what was written, if anything, for the log."""
+        self.steps += 1
+        written = []
+        if self.trace is not None:
+            self.trace.step()
+            if self.steps == FIRST_STEP + STEPS:
+                self.trace.stop()
+                self.trace = None
+                written.append(f"{self.out_dir / 'trace.json'} (open it at ui.perfetto.dev)")
+        if self.memory and self.steps == FIRST_STEP + STEPS:
+            self.dump_memory()
+            written.append(f"{self.out_dir / 'memory.pickle'} (open it at pytorch.org/memory_viz)")
+        return "; ".join(f"wrote {name}" for name in written)
+
+    def dump_memory(self) -> None:
+        """Write the memory history so far and stop recording."""
+        torch.cuda.memory._dump_snapshot(str(self.out_dir / "memory.pickle"))
+        torch.cuda.memory._record_memory_history(enabled=None)
+        self.memory = False
