@@ -85,7 +85,8 @@ class TokenFile:
 
     def windows(self, starts: np.ndarray) -> np.ndarray:
         """The windows at token offsets `starts`, (len(starts), block_size + 1) int64."""
-        ids = np.stack([self.tokens[s : s + self.block_size + 1] for s in starts]).astype(np.int64)
+        tokens = np.asarray(self.tokens)  # slicing a memmap itself is slow
+        ids = np.stack([tokens[s : s + self.block_size + 1] for s in starts]).astype(np.int64)
         self.release()
         self.check(ids)
         return ids
@@ -129,11 +130,13 @@ class DataLoader:
         first = (micro_step * self.world_size + self.rank) * self.batch_size
         indices = self.position(step) + first + np.arange(self.batch_size)
         starts = np.empty_like(indices)
-        for i, index in enumerate(indices):
-            epoch, nth = divmod(int(index), self.windows_per_epoch)
-            phase = scramble(epoch, key=self.seed) % self.phases
-            window = permute(nth, self.windows_per_epoch, key=scramble(self.seed, key=epoch + 1))
-            starts[i] = phase + window * self.file.block_size
+        epochs, nths = np.divmod(indices, self.windows_per_epoch)
+        for epoch in np.unique(epochs):
+            inside = epochs == epoch
+            key = int(scramble(epoch, key=self.seed)[0])
+            phase = key % self.phases
+            windows = permute(nths[inside], self.windows_per_epoch, key)
+            starts[inside] = phase + windows * self.file.block_size
         return starts
 
     def micro_batches(self, step: int) -> Iterator[Batch]:
@@ -182,32 +185,32 @@ def to_batch(windows: np.ndarray, device: torch.device) -> Batch:
     return tokens, targets
 
 
-MASK64 = 2**64 - 1
-
-
-def scramble(value: int, key: int) -> int:
-    """A well-mixed 64-bit hash of (value, key): the finaliser of SplitMix64 (Steele et al. 2014).
+def scramble(values: np.ndarray, key: int) -> np.ndarray:
+    """Well-mixed 64-bit hashes of (value, key): the finaliser of SplitMix64 (Steele et al. 2014).
 
     Written out so that the data order never changes with a library's version.
     """
-    z = (value * 0x9E3779B97F4A7C15 + key * 0xD1342543DE82EF95 + 0x632BE59BD9B4E019) & MASK64
-    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & MASK64
-    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & MASK64
-    return z ^ (z >> 31)
+    key = key * 0xD1342543DE82EF95 + 0x632BE59BD9B4E019 & 2**64 - 1
+    z = np.atleast_1d(values).astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(key)
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return z ^ (z >> np.uint64(31))
 
 
-def permute(index: int, n: int, key: int) -> int:
-    """Where a random permutation of range(n) sends `index`, in constant memory for any n.
+def permute(indices: np.ndarray, n: int, key: int) -> np.ndarray:
+    """Where a random permutation of range(n) sends `indices`, in constant memory for any n.
 
     A Feistel network on the next even number of bits, walked until it lands inside range(n)
     (Black and Rogaway 2002, "Ciphers with arbitrary finite domains").
     """
-    half_bits = max(1, ((n - 1).bit_length() + 1) // 2)
-    half_mask = (1 << half_bits) - 1
-    while True:
-        left, right = index >> half_bits, index & half_mask
+    half_bits = np.uint64(max(1, ((n - 1).bit_length() + 1) // 2))
+    half_mask = (np.uint64(1) << half_bits) - np.uint64(1)
+    out = indices.astype(np.uint64)
+    walking = np.ones(len(out), dtype=bool)
+    while walking.any():
+        left, right = out[walking] >> half_bits, out[walking] & half_mask
         for round_number in range(8):
             left, right = right, left ^ (scramble(right, key + round_number) & half_mask)
-        index = left << half_bits | right
-        if index < n:
-            return index
+        out[walking] = left << half_bits | right
+        walking = out >= n
+    return out.astype(np.int64)

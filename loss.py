@@ -3,7 +3,8 @@
 At batch 64 x 1024 and GPT-2's vocabulary the logits take 6.1 GiB in bfloat16, and their gradient as
 much again. Here rows are taken a chunk at a time, and each chunk's gradient is computed in the
 forward pass, while its logits are there: the same three matrix products as the plain way, no
-recomputation, and memory for one chunk. It is plain torch, which torch.compile fuses.
+recomputation, and memory for one chunk. Between the products a GPU runs one Triton kernel that
+replaces logits by their gradient in place; elsewhere plain torch does the same.
 
 N rows (B * T), C hidden size, V vocabulary.
 """
@@ -11,6 +12,12 @@ N rows (B * T), C hidden size, V vocabulary.
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:
+    triton = None
 
 IGNORE = -1  # targets of this value do not count
 CHUNK_ELEMENTS = 2**28  # logits held at a time: 512 MiB in bfloat16
@@ -33,20 +40,25 @@ def linear_cross_entropy(
         dtype = torch.get_autocast_dtype(device)
     else:
         dtype = hidden.dtype
-    chunk = max(1, chunk_elements // weight.shape[0])
+    rows, vocab_size = hidden.shape[0], weight.shape[0]
+    n_chunks = -(-rows * vocab_size // chunk_elements)
+    chunk = -(-rows // n_chunks)  # chunks of one size,
     if chunk > 1024:
-        chunk -= chunk % 1024  # whole tiles of the matrix kernels
+        chunk = -(-chunk // 256) * 256  # in whole tiles of the matrix kernels
     if torch.is_grad_enabled():
         return _LinearCrossEntropy.apply(hidden, weight, targets, dtype, chunk)
     weight = weight.to(dtype)
-    rows = zip(hidden.to(dtype).split(chunk), targets.split(chunk), strict=True)
-    total = sum(_losses(_log_softmax(h, weight), t).sum() for h, t in rows)
+    parts = zip(hidden.to(dtype).split(chunk), targets.split(chunk), strict=True)
+    total = sum(_losses(_log_softmax(h @ weight.T), t).sum() for h, t in parts)
     return total / _count(targets)
 
 
-def _log_softmax(hidden: Tensor, weight: Tensor) -> Tensor:
-    logits = hidden @ weight.T  # (chunk, V)
-    return F.log_softmax(logits.to(torch.promote_types(logits.dtype, torch.float32)), dim=-1)
+def _log_softmax(logits: Tensor) -> Tensor:
+    return F.log_softmax(logits.to(_accumulator(logits.dtype)), dim=-1)  # (chunk, V)
+
+
+def _accumulator(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
 
 
 def _losses(log_probs: Tensor, targets: Tensor) -> Tensor:
@@ -58,21 +70,66 @@ def _count(targets: Tensor) -> Tensor:
     return (targets != IGNORE).sum().clamp(min=1)
 
 
+def losses_and_gradient(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Cross-entropy of each row of logits (n, V), and its gradient by the logits.
+
+    The gradient, softmax - one_hot, may take the logits' place.
+    """
+    if logits.is_cuda and triton is not None and logits.dtype != torch.float64:
+        losses = torch.empty(logits.shape[0], device=logits.device, dtype=torch.float32)
+        block = min(8192, triton.next_power_of_2(logits.shape[1]))
+        _cross_entropy_kernel[(logits.shape[0],)](
+            logits, targets, losses, logits.shape[1], IGNORE, BLOCK=block, num_warps=8
+        )
+        return losses, logits
+    log_probs = _log_softmax(logits)
+    one_hot = torch.arange(logits.shape[1], device=logits.device) == targets[:, None]
+    gradient = log_probs.exp() - one_hot.to(log_probs.dtype)
+    gradient = torch.where((targets == IGNORE)[:, None], 0.0, gradient).to(logits.dtype)
+    return _losses(log_probs, targets), gradient
+
+
+if triton is not None:
+
+    @triton.jit
+    def _cross_entropy_kernel(
+        logits, targets, losses, vocab_size, IGNORE: tl.constexpr, BLOCK: tl.constexpr
+    ):
+        """One program per row: a pass for the log-sum-exp, a pass that overwrites the logits."""
+        row = tl.program_id(0).to(tl.int64)
+        logits += row * vocab_size
+        target = tl.load(targets + row)
+        counts = target != IGNORE
+        picked = tl.load(logits + target, mask=counts, other=0.0).to(tl.float32)
+        largest, total = -float("inf"), 0.0  # running maximum, and sum of exp(x - maximum)
+        for start in range(0, vocab_size, BLOCK):
+            columns = start + tl.arange(0, BLOCK)
+            inside = columns < vocab_size
+            x = tl.load(logits + columns, mask=inside, other=-float("inf")).to(tl.float32)
+            new_largest = tl.maximum(largest, tl.max(x, axis=0))
+            total = total * tl.exp(largest - new_largest) + tl.sum(tl.exp(x - new_largest), axis=0)
+            largest = new_largest
+        log_sum = largest + tl.log(total)
+        tl.store(losses + row, tl.where(counts, log_sum - picked, 0.0))
+        for start in range(0, vocab_size, BLOCK):
+            columns = start + tl.arange(0, BLOCK)
+            inside = columns < vocab_size
+            x = tl.load(logits + columns, mask=inside, other=0.0).to(tl.float32)
+            gradient = tl.exp(x - log_sum) - tl.where(columns == target, 1.0, 0.0)
+            gradient = tl.where(counts, gradient, 0.0)
+            tl.store(logits + columns, gradient.to(logits.dtype.element_ty), mask=inside)
+
+
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, targets, dtype, chunk):
         cast_weight = weight.to(dtype)
-        vocabulary = torch.arange(weight.shape[0], device=weight.device)
         total, grad_weight, grad_hidden = 0.0, 0.0, []
         for h, t in zip(hidden.to(dtype).split(chunk), targets.split(chunk), strict=True):
-            log_probs = _log_softmax(h, cast_weight)
-            total = total + _losses(log_probs, t).sum()
-            # d loss / d logits = softmax - one_hot. The division by the count waits for backward,
-            # where it meets GradScaler's factor: on its own it would underflow in float16.
-            grad = log_probs.exp() - (vocabulary == t[:, None]).to(log_probs.dtype)
-            grad = torch.where((t == IGNORE)[:, None], 0.0, grad).to(dtype)  # (chunk, V)
+            losses, grad = losses_and_gradient(h @ cast_weight.T, t)
+            total = total + losses.sum()
             grad_hidden.append(grad @ cast_weight)
-            grad_weight = grad_weight + (grad.T @ h).to(log_probs.dtype)
+            grad_weight = grad_weight + (grad.T @ h).to(_accumulator(dtype))
         count = _count(targets)
         ctx.save_for_backward(torch.cat(grad_hidden), grad_weight, count)
         ctx.dtypes = hidden.dtype, weight.dtype
@@ -80,6 +137,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad_loss):
+        # The division by the count waits until here, where it meets GradScaler's factor: on its own
+        # it would make small gradients underflow in float16.
         grad_hidden, grad_weight, count = ctx.saved_tensors
         scale = grad_loss / count
         hidden_dtype, weight_dtype = ctx.dtypes

@@ -239,6 +239,22 @@ class GPT(nn.Module):
         if config.tied_embeddings:
             self.lm_head.weight = self.token_embedding.weight
         self.apply(self.init_weights)
+        for name in ("rope_cos", "rope_sin"):
+            self.register_buffer(name, torch.empty(0), persistent=False)
+        self.compute_rope_tables()
+
+    def compute_rope_tables(self) -> None:
+        """The tables for every position; computed in the forward pass, they would be recomputed in
+        every layer's fused kernels, which makes those four times slower."""
+        config = self.config
+        positions = torch.arange(config.block_size, device=self.token_embedding.weight.device)
+        self.rope_cos, self.rope_sin = rope_tables(positions, config.head_dim, config.rope_theta)
+
+    def _apply(self, function, recurse=True):
+        """What `.to()` and `.cuda()` call: the tables go along, but stay in float32."""
+        super()._apply(function, recurse)
+        self.compute_rope_tables()
+        return self
 
     def init_weights(self, module: nn.Module) -> None:
         """Normal with standard deviation 0.02, as GPT-2."""
@@ -262,11 +278,16 @@ class GPT(nn.Module):
         position's, (B, 1, V).
         """
         T = tokens.shape[1]
-        positions = torch.arange(T, device=tokens.device)  # (T,)
-        if cache is not None:
-            positions = positions + cache.position
-        rope = rope_tables(positions, self.config.head_dim, self.config.rope_theta)
-        x = self.dropout(self.token_embedding(tokens))  # (B, T, C)
+        if cache is None:
+            rope = self.rope_cos[:T], self.rope_sin[:T]
+        else:
+            positions = cache.position + torch.arange(T, device=tokens.device)  # (T,)
+            rope = self.rope_cos[positions], self.rope_sin[positions]
+        x = self.token_embedding(tokens)  # (B, T, C)
+        if torch.is_autocast_enabled(x.device.type):
+            if torch.get_autocast_dtype(x.device.type) == torch.bfloat16:
+                x = x.bfloat16()  # the residual stream too: half the memory traffic between matmuls
+        x = self.dropout(x)
         for layer, block in enumerate(self.blocks):
             if cache is not None:
                 x = block(x, rope, cache, layer, positions)

@@ -152,7 +152,9 @@ def test_f18_rope_keeps_the_dtype_and_computes_in_float32(dtype):
 def test_f18_tables_stay_float32_in_a_model_cast_to_bfloat16():
     model = tiny().to(torch.bfloat16)
     assert model(tokens_for(model)).dtype == torch.bfloat16
-    assert not dict(model.named_buffers())  # nothing that .to() could cast
+    cos, sin = rope_tables(torch.arange(16), 8, 1e4)
+    assert torch.equal(model.rope_cos, cos) and torch.equal(model.rope_sin, sin)
+    assert "rope_cos" not in model.state_dict()
 
 
 # ---- initial weights --------------------------------------------------------------------------
