@@ -1,0 +1,477 @@
+"""What only a GPU shows: CUDA graphs, the allocator, kernels, memory. `pytest -m gpu`.
+
+Every failure is first made to happen on the naive code, then shown not to happen on ours.
+"""
+
+import json
+import os
+import pickle
+import re
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from conftest import ROOT, SUMS
+from torch import nn
+from torch.nn import functional as F
+
+import environment
+from loss import linear_cross_entropy
+from model import GPT, GPTConfig
+from runlog import read_metrics
+from tokenizer import CharTokenizer
+from writer import split_text, write_dataset
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
+]
+
+SMALL = [
+    "--batch_size=8",
+    "--block_size=128",
+    "--n_layer=2",
+    "--n_head=4",
+    "--n_kv_head=2",
+    "--n_embd=256",
+    "--learning_rate=1e-3",
+    "--warmup_iters=5",
+    "--lr_decay_iters=30",
+    "--max_iters=30",
+    "--eval_interval=5",
+    "--eval_iters=4",
+    "--device=cuda",
+]
+
+# Runs train.py and writes what only its process knows to out_dir/state.json.
+WATCHED = """
+import json, runpy, sys, torch
+import environment, runlog
+from torch._dynamo.utils import counters
+evaluation, seen = runlog.RunLog.evaluation, []
+def watch(self, entry, note=""):
+    evaluation(self, entry, note)
+    seen.append({"reserved": torch.cuda.memory_reserved(),
+                 "graphs": counters["stats"]["unique_graphs"]})
+runlog.RunLog.evaluation = watch
+out_dir = sys.argv[1]
+sys.argv[:2] = ["train.py"]
+runpy.run_path("train.py", run_name="__main__")
+from torch._inductor.cudagraph_trees import get_manager
+manager = get_manager(0, create_if_none_exists=False)
+recorded = next(manager.graph_counter) if manager else 0
+with open(out_dir + "/state.json", "w") as file:
+    json.dump({"seen": seen, "recorded": recorded,
+               "skips": counters["inductor"]["cudagraph_skips"],
+               "allocated": torch.cuda.max_memory_allocated()}, file)
+"""
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("sums")
+    write_dataset(folder, CharTokenizer.train(SUMS), split_text(SUMS * 4))
+    return folder
+
+
+def train(data, out, *arguments, **variables):
+    """Run train.py in a process of its own; its output, losses and state."""
+    out.mkdir(parents=True, exist_ok=True)
+    command = [sys.executable, "-c", WATCHED, str(out), *SMALL, f"--dataset={data}"]
+    done = subprocess.run(
+        [*command, f"--out_dir={out}", *arguments],
+        cwd=ROOT, env=os.environ | variables, capture_output=True, text=True,
+    )  # fmt: skip
+    shown = done.stdout + done.stderr
+    assert done.returncode == 0, shown[-3000:]
+    entries = read_metrics(out / "metrics.jsonl")
+    return {
+        "shown": shown,
+        "losses": [entry["loss"] for entry in entries if "loss" in entry],
+        "val": [entry["val_loss"] for entry in entries if "val_loss" in entry],
+        **json.loads((out / "state.json").read_text()),
+    }
+
+
+# ---- F12: the matrix --------------------------------------------------------------------------
+
+MODES = ("off", "default", "reduce-overhead", "max-autotune")
+CELLS = [
+    (mode, accumulation, checkpointing)
+    for mode in MODES
+    for accumulation in (1, 4)
+    for checkpointing in ("none", "block")
+] + [(mode, 4, "selective") for mode in MODES]
+
+
+@pytest.fixture(scope="module")
+def matrix(data, tmp_path_factory):
+    """Every cell, several at a time; the reference is eager float32."""
+    folder = tmp_path_factory.mktemp("matrix")
+
+    def run(cell):
+        mode, accumulation, checkpointing = cell
+        arguments = [
+            f"--gradient_accumulation_steps={accumulation}", f"--batch_size={32 // accumulation}",
+            f"--activation_checkpointing={checkpointing}", "--sample_interval=7",
+        ]  # fmt: skip
+        arguments += ["--compile=False"] if mode == "off" else [f"--compile_mode={mode}"]
+        try:
+            return train(data, folder / "-".join(map(str, cell)), *arguments)
+        except AssertionError as error:
+            return {"error": str(error)}
+
+    with ThreadPoolExecutor(8) as pool:
+        results = dict(zip(CELLS, pool.map(run, CELLS), strict=True))
+    results["reference"] = train(
+        data, folder / "reference", "--compile=False", "--dtype=float32", "--batch_size=32",
+        "--gradient_accumulation_steps=1",
+    )  # fmt: skip
+    rows = ["", "| compile | accumulation | checkpointing | worst loss difference | graphs |"]
+    for cell in CELLS:
+        found = results[cell]
+        if "error" in found:
+            rows.append(f"| {' | '.join(map(str, cell))} | failed | |")
+            continue
+        worst = max(map(abs_difference, found["losses"], results["reference"]["losses"]))
+        rows.append(f"| {' | '.join(map(str, cell))} | {worst:.4f} | {found['recorded']} |")
+    print("\n".join(rows))
+    return results
+
+
+def abs_difference(a, b):
+    return abs(a - b)
+
+
+@pytest.mark.parametrize("cell", CELLS, ids=lambda cell: "-".join(map(str, cell)))
+def test_f12_every_combination_trains_like_the_eager_float32_reference(matrix, cell):
+    found, reference = matrix[cell], matrix["reference"]
+    assert "error" not in found, found["error"]
+    assert len(found["losses"]) == 30
+    assert max(map(abs_difference, found["losses"], reference["losses"])) < 0.03  # bfloat16
+    assert abs_difference(found["val"][-1], reference["val"][-1]) < 0.03
+    assert found["losses"][-1] < found["losses"][0] - 1.0
+
+
+@pytest.mark.parametrize("cell", CELLS, ids=lambda cell: "-".join(map(str, cell)))
+def test_f03_f04_graphs_are_recorded_once_and_only_where_asked(matrix, cell):
+    found = matrix[cell]
+    assert found["skips"] == 0
+    if cell[0] in environment.GRAPH_MODES:
+        assert 3 <= found["recorded"] <= 8  # forward, backward, evaluation, and their warm-ups
+    else:
+        assert found["recorded"] == 0
+
+
+@pytest.mark.parametrize("cell", CELLS, ids=lambda cell: "-".join(map(str, cell)))
+def test_f07_nothing_grows_and_nothing_is_recompiled_after_the_second_evaluation(matrix, cell):
+    second, *later = matrix[cell]["seen"][1:]
+    for evaluation in later:
+        assert evaluation["reserved"] <= second["reserved"]
+        assert evaluation["graphs"] == second["graphs"]
+
+
+# ---- F01, F02: what a replay overwrites --------------------------------------------------------
+
+
+class Tied(nn.Module):
+    """Small enough to compile fast, with a tied embedding as in the reports."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(64, 32)
+        self.inner = nn.Linear(32, 32)
+
+    def forward(self, x):
+        return F.cross_entropy(
+            (self.inner(self.embedding(x)) @ self.embedding.weight.T).flatten(0, 1), x.flatten()
+        )
+
+
+def accumulate(preallocate, mark=True, micro_steps=8):
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = Tied().cuda()
+    batches = torch.randint(64, (3, micro_steps, 4, 16), device="cuda")
+    if preallocate:
+        for p in model.parameters():
+            p.grad = torch.zeros_like(p)
+    compiled = torch.compile(model, mode="reduce-overhead")
+    for step in batches:
+        model.zero_grad(set_to_none=not preallocate)
+        for x in step:
+            if mark:
+                torch.compiler.cudagraph_mark_step_begin()
+            compiled(x).backward()
+    expected = Tied().cuda()
+    expected.load_state_dict(model.state_dict())
+    for x in batches[-1]:
+        expected(x).backward()
+    return [
+        ((p.grad - q.grad).norm() / q.grad.norm()).item()
+        for p, q in zip(model.parameters(), expected.parameters(), strict=True)
+    ]
+
+
+def test_f01_gradients_survive_accumulation_under_cuda_graphs():
+    assert max(accumulate(preallocate=True)) < 1e-3
+
+
+@pytest.mark.parametrize("mark", [True, False])
+def test_f01_naive_accumulation_fails_marked_or_not(mark):
+    try:
+        errors = accumulate(preallocate=False, mark=mark)
+    except RuntimeError as error:
+        assert "overwritten" in str(error)
+    else:
+        assert max(errors) > 0.1  # or it is silently wrong
+
+
+def test_f02_a_kept_output_is_overwritten_and_our_own_tensor_is_not():
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda x: (x * 2).sum(), mode="reduce-overhead")
+    inputs = [torch.full((8,), float(i), device="cuda") for i in range(6)]
+    total, kept = torch.zeros((), device="cuda"), []
+    for x in inputs:
+        torch.compiler.cudagraph_mark_step_begin()
+        out = compiled(x)
+        total += out
+        kept.append(out)
+    assert total.item() == sum(16.0 * i for i in range(6))
+    with pytest.raises(RuntimeError, match="overwritten"):
+        assert [t.item() for t in kept] != [16.0 * i for i in range(6)]
+        raise RuntimeError("silently overwritten")
+
+
+def test_f04_naive_varying_shapes_record_a_graph_each():
+    torch._dynamo.reset()
+    from torch._inductor.cudagraph_trees import get_manager
+
+    compiled = torch.compile(lambda x: (x * 2).cos().sum(), mode="reduce-overhead", dynamic=True)
+    counts = []
+    for n in range(20, 40, 4):
+        for _ in range(3):
+            compiled(torch.ones(n, device="cuda"))
+        counts.append(len(list(get_manager(0).get_roots())))
+    assert counts[-1] >= counts[0] + 3
+
+
+# ---- F06: allocator ---------------------------------------------------------------------------
+
+
+def expandable(**variables):
+    clean = {k: v for k, v in os.environ.items() if k not in environment.ALLOCATOR_VARIABLES}
+    script = "import environment; print(environment.expandable_segments())"
+    if "naive" in variables:
+        script = (
+            "import os, torch; os.environ['PYTORCH_CUDA_ALLOC_CONFIG'] = 'expandable_segments:True'\n"
+            "torch.empty(1, device='cuda')\n"
+            "print(torch.cuda.memory._snapshot()['allocator_settings']['expandable_segments'])"
+        )
+        variables = {}
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=ROOT, env=clean | variables,
+        capture_output=True, text=True,
+    )  # fmt: skip
+    return done.stdout.strip()
+
+
+def test_f06_expandable_segments_are_in_use_and_the_users_choice_is_kept():
+    assert expandable() == "True"
+    assert expandable(PYTORCH_CUDA_ALLOC_CONF="expandable_segments:False") == "False"
+    assert expandable(naive="1") == "False"  # the misspelt name does nothing
+
+
+# ---- F08: libcuda -----------------------------------------------------------------------------
+
+
+def test_f08_compiling_works_through_the_private_links(tmp_path):
+    script = (
+        "import os, environment, torch\n"
+        "assert environment.compile_obstacle(torch.device('cuda')) is None\n"
+        "folder = os.environ['TRITON_LIBCUDA_PATH']\n"
+        "assert sorted(os.listdir(folder)) == ['libcuda.so', 'libcuda.so.1']\n"
+        "f = torch.compile(lambda x: x.sin() + x.cos())\n"
+        "print(f(torch.zeros(8, device='cuda')).sum().item())\n"
+    )
+    clean = {k: v for k, v in os.environ.items() if k != "TRITON_LIBCUDA_PATH"}
+    caches = {
+        "TRITON_CACHE_DIR": str(tmp_path / "t"),
+        "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "i"),
+    }
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, env=clean | caches,
+                          capture_output=True, text=True)  # fmt: skip
+    assert done.stdout.strip() == "8.0", done.stderr[-2000:]
+    naive = subprocess.run(  # a folder without the library, as ldconfig's list would give
+        [sys.executable, "-c", script.replace("assert", "pass #")], cwd=ROOT,
+        env=clean | {"TRITON_LIBCUDA_PATH": str(tmp_path), "TRITON_CACHE_DIR": str(tmp_path / "u"),
+                     "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "j")},
+        capture_output=True, text=True,
+    )  # fmt: skip
+    assert naive.returncode != 0 and "cuda" in naive.stderr
+
+
+# ---- F13: attention ---------------------------------------------------------------------------
+
+
+def kernels(function):
+    from torch.profiler import ProfilerActivity, profile
+
+    function()
+    with profile(activities=[ProfilerActivity.CUDA]) as profiled:
+        function()
+        torch.cuda.synchronize()
+    return " ".join(event.key for event in profiled.key_averages())
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_f13_the_attention_kernel_that_was_chosen_runs(compiled):
+    torch._dynamo.reset()
+    if not environment.cudnn_attention(torch.device("cuda"), torch.bfloat16, 64):
+        pytest.skip("cuDNN attention is not chosen on this GPU")
+    raw = GPT(GPTConfig(n_layer=1, n_head=4, n_kv_head=2, n_embd=256, block_size=256)).cuda()
+    raw.use_cudnn_attention(True)
+    model = torch.compile(raw) if compiled else raw
+    x = torch.randint(50304, (2, 256), device="cuda")
+
+    def step():
+        with torch.autocast("cuda", torch.bfloat16):
+            model(x, x).backward()
+
+    assert "cudnn_generated" in kernels(step)
+
+
+def test_f13_naive_choice_around_compiled_code_has_no_effect():
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda q: F.scaled_dot_product_attention(q, q, q, is_causal=True))
+    q = torch.randn(2, 4, 256, 64, device="cuda", dtype=torch.bfloat16)
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        first = kernels(lambda: compiled(q))
+    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+        second = kernels(lambda: compiled(q))
+    print("flash asked:", first[:100], "cudnn asked:", second[:100])
+    assert "cudnn" not in second or "cudnn" in first
+
+
+@pytest.mark.parametrize("n_kv_head", [4, 2, 1])
+def test_cudnn_attention_equals_the_reference(n_kv_head):
+    torch.manual_seed(0)
+    config = GPTConfig(
+        n_layer=1, n_head=4, n_kv_head=n_kv_head, n_embd=256, block_size=256, vocab_size=64
+    )
+    model = GPT(config).cuda()
+    x = torch.randint(64, (2, 256), device="cuda")
+    expected = model.double()(x)
+    model.float().use_cudnn_attention(True)
+    with torch.autocast("cuda", torch.bfloat16):
+        found = model(x)
+    assert ((found - expected).norm() / expected.norm()).item() < 1e-2
+
+
+# ---- F14: the loss ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("mode", [None, "default", "reduce-overhead"])
+@pytest.mark.parametrize("vocab_size", [65, 50257])
+def test_f14_loss_is_as_close_to_float64_as_full_logits_are(dtype, mode, vocab_size):
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    n, c = 1000, 128
+    hidden = torch.randn(n, c, device="cuda")
+    weight = torch.randn(vocab_size, c, device="cuda") * 0.1
+    targets = torch.randint(vocab_size, (n,), device="cuda")
+    targets[::7] = -1
+
+    def plain(h, w, t):
+        return F.cross_entropy(F.linear(h, w), t, ignore_index=-1)
+
+    def ours(h, w, t):
+        return linear_cross_entropy(h, w, t, vocab_size * 300)  # chunks with a remainder
+
+    def run(function, h, w, cast=True):
+        h, w = h.clone().requires_grad_(), w.clone().requires_grad_()
+        with torch.autocast("cuda", dtype, enabled=cast and dtype != torch.float32):
+            loss = function(h, w, targets)
+        loss.backward()
+        return [t.clone() for t in (loss.detach(), h.grad, w.grad)]
+
+    function = torch.compile(ours, mode=mode) if mode else ours
+    exact = run(plain, hidden.double(), weight.double(), cast=False)
+    floor = {torch.float32: 1e-5, torch.bfloat16: 3e-3, torch.float16: 4e-4}[dtype]
+    for _ in range(3):
+        found = run(function, hidden, weight)
+        theirs = run(plain, hidden, weight)
+        for mine, other, wanted in zip(found, theirs, exact, strict=True):
+            error = ((mine - wanted).norm() / wanted.norm()).item()
+            assert error <= max(floor, 1.1 * ((other - wanted).norm() / wanted.norm()).item())
+
+
+@pytest.mark.parametrize("mode", [None, "default"])
+def test_f14_all_targets_ignored_is_zero(mode):
+    torch._dynamo.reset()
+    hidden = torch.randn(64, 32, device="cuda", requires_grad=True)
+    weight = torch.randn(100, 32, device="cuda", requires_grad=True)
+    function = torch.compile(linear_cross_entropy, mode=mode) if mode else linear_cross_entropy
+    loss = function(hidden, weight, torch.full((64,), -1, device="cuda"))
+    loss.backward()
+    assert loss == 0 and not hidden.grad.any() and not weight.grad.any()
+
+
+# ---- the rest of a run ------------------------------------------------------------------------
+
+
+def test_f03_samples_do_not_disturb_the_loss_curve_under_cuda_graphs(data, tmp_path):
+    arguments = ["--compile_mode=reduce-overhead", "--dropout=0.1", "--max_iters=20"]
+    with ThreadPoolExecutor(2) as pool:
+        jobs = [
+            pool.submit(train, data, tmp_path / str(n), *arguments, f"--sample_interval={n}")
+            for n in (0, 3)
+        ]
+        without, with_samples = (job.result() for job in jobs)
+    assert with_samples["shown"].count("sample:") == 6
+    assert with_samples["losses"] == pytest.approx(without["losses"], abs=1e-3)
+
+
+def test_f16_float16_trains_with_its_scaler(data, tmp_path):
+    found = train(data, tmp_path, "--dtype=float16")
+    assert found["losses"][-1] < found["losses"][0] - 1.0
+
+
+def test_f22_resuming_goes_on_where_it_stopped(data, tmp_path):
+    whole = train(data, tmp_path / "whole", "--dropout=0.1")
+    train(data, tmp_path / "parts", "--dropout=0.1", "--max_iters=12")
+    parts = train(data, tmp_path / "parts", "--dropout=0.1", "--init_from=resume")
+    assert parts["losses"] == pytest.approx(whole["losses"], abs=5e-3)
+
+
+def test_profile_and_memory_snapshot_can_be_opened(data, tmp_path):
+    found = train(data, tmp_path, "--profile=True", "--memory_snapshot=True", "--max_iters=10")
+    assert "trace.json" in found["shown"] and "memory.pickle" in found["shown"]
+    trace = json.loads((tmp_path / "trace.json").read_text())
+    assert any(event.get("cat") == "kernel" for event in trace["traceEvents"])
+    snapshot = pickle.loads((tmp_path / "memory.pickle").read_bytes())
+    assert snapshot["segments"] and any(snapshot["device_traces"])
+
+
+def readme_torch_logs():
+    """The TORCH_LOGS values that README.md's troubleshooting section names."""
+    return sorted(set(re.findall(r"TORCH_LOGS=([\w,+]+)", (ROOT / "README.md").read_text())))
+
+
+@pytest.mark.parametrize("value", readme_torch_logs())
+def test_torch_logs_of_the_readme_are_accepted(data, tmp_path, value):
+    mode = "--compile_mode=reduce-overhead"
+    found = train(data, tmp_path, "--max_iters=6", mode, TORCH_LOGS=value)
+    assert "Invalid" not in found["shown"] and "not a valid" not in found["shown"].lower()
+
+
+def test_report_has_no_problem_here():
+    rows = {name: (state, finding) for state, name, finding in environment.report()}
+    for name in ("GPU", "libcuda", "allocator", "torch.compile", "bfloat16"):
+        assert rows[name][0] in ("ok", "warning"), rows[name]
+    assert rows["torch.compile"][1] == "usable"
