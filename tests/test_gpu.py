@@ -11,13 +11,14 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 
+import environment
+
 import pytest
 import torch
 from conftest import ROOT, SUMS
 from torch import nn
 from torch.nn import functional as F
 
-import environment
 from loss import linear_cross_entropy
 from model import GPT, GPTConfig
 from runlog import read_metrics
@@ -266,7 +267,8 @@ def expandable(**variables):
     script = "import environment; print(environment.expandable_segments())"
     if "naive" in variables:
         script = (
-            "import os, torch; os.environ['PYTORCH_CUDA_ALLOC_CONFIG'] = 'expandable_segments:True'\n"
+            "import os, torch\n"
+            "os.environ['PYTORCH_CUDA_ALLOC_CONFIG'] = 'expandable_segments:True'\n"
             "torch.empty(1, device='cuda')\n"
             "print(torch.cuda.memory._snapshot()['allocator_settings']['expandable_segments'])"
         )
@@ -460,7 +462,7 @@ def test_profile_and_memory_snapshot_can_be_opened(data, tmp_path):
 
 def readme_torch_logs():
     """The TORCH_LOGS values that README.md's troubleshooting section names."""
-    return sorted(set(re.findall(r"TORCH_LOGS=([\w,+]+)", (ROOT / "README.md").read_text())))
+    return sorted(set(re.findall(r"TORCH_LOGS=([\w.,+]+)", (ROOT / "README.md").read_text())))
 
 
 @pytest.mark.parametrize("value", readme_torch_logs())
