@@ -140,10 +140,11 @@ class Attention(nn.Module):
         positions: Tensor | None = None,
     ) -> Tensor:
         B, T, C = x.shape
-        # one product for all three: three small ones would each read x, and sum three gradients
-        qkv_weight = torch.cat((self.q_proj.weight, self.k_proj.weight, self.v_proj.weight))
-        heads = F.linear(x, qkv_weight).view(B, T, -1, self.head_dim)  # (B, T, H + 2 K, D)
-        qk, v = heads.split((self.n_head + self.n_kv_head, self.n_kv_head), dim=2)
+        # One product for queries and keys, which are turned together. Values apart: as a view of a
+        # common product they would keep all of it for backward.
+        qk_weight = torch.cat((self.q_proj.weight, self.k_proj.weight))
+        qk = F.linear(x, qk_weight).view(B, T, self.n_head + self.n_kv_head, self.head_dim)
+        v = self.v_proj(x).view(B, T, self.n_kv_head, self.head_dim)
         if self.qk_norm:
             q, k = qk.split((self.n_head, self.n_kv_head), dim=2)
             qk = torch.cat((self.q_norm(q), self.k_norm(k)), dim=2)

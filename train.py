@@ -271,6 +271,7 @@ for signum in (signal.SIGINT, signal.SIGTERM):
 # -----------------------------------------------------------------------------
 # training loop
 micro_batches = loader.micro_batches(iter_num)
+tokens, targets = next(micro_batches)
 loss = torch.zeros((), device=device)  # our own tensor: a CUDA graph's output would be overwritten
 logged_at, logged_iter = time.perf_counter(), iter_num
 while True:
@@ -305,13 +306,13 @@ while True:
     # ---- micro-steps --------------------------------------------------------
     loss.zero_()
     for _ in range(gradient_accumulation_steps):
-        tokens, targets = next(micro_batches)
         if cuda_graphs:
             torch.compiler.cudagraph_mark_step_begin()  # the last one's outputs are done with
         with amp:
             micro_loss = model(tokens, targets) / gradient_accumulation_steps
         scaler.scale(micro_loss).backward()
         loss += micro_loss.detach()
+        tokens, targets = next(micro_batches)  # now, while the device is busy with this one
 
     # ---- clip and step ------------------------------------------------------
     scaler.unscale_(optimizer)

@@ -83,7 +83,8 @@ def train(data, out, *arguments, **variables):
     command = [sys.executable, "-c", WATCHED, str(out), *SMALL, f"--dataset={data}"]
     done = subprocess.run(
         [*command, f"--out_dir={out}", *arguments],
-        cwd=ROOT, env=os.environ | variables, capture_output=True, text=True,
+        cwd=ROOT, capture_output=True, text=True,
+        env=os.environ | {"TORCHINDUCTOR_COMPILE_THREADS": "4"} | variables,
     )  # fmt: skip
     shown = done.stdout + done.stderr
     assert done.returncode == 0, shown[-3000:]
@@ -116,7 +117,7 @@ def matrix(data, tmp_path_factory):
         mode, accumulation, checkpointing = cell
         arguments = [
             f"--gradient_accumulation_steps={accumulation}", f"--batch_size={32 // accumulation}",
-            f"--activation_checkpointing={checkpointing}", "--sample_interval=7",
+            f"--activation_checkpointing={checkpointing}", "--sample_interval=4",
         ]  # fmt: skip
         arguments += ["--compile=False"] if mode == "off" else [f"--compile_mode={mode}"]
         try:
@@ -124,8 +125,9 @@ def matrix(data, tmp_path_factory):
         except AssertionError as error:
             return {"error": str(error)}
 
-    with ThreadPoolExecutor(8) as pool:
-        results = dict(zip(CELLS, pool.map(run, CELLS), strict=True))
+    slowest_first = CELLS[::-1]
+    with ThreadPoolExecutor(12) as pool:
+        results = dict(zip(slowest_first, pool.map(run, slowest_first), strict=True))
     results["reference"] = train(
         data, folder / "reference", "--compile=False", "--dtype=float32", "--batch_size=32",
         "--gradient_accumulation_steps=1",
@@ -151,8 +153,8 @@ def test_f12_every_combination_trains_like_the_eager_float32_reference(matrix, c
     found, reference = matrix[cell], matrix["reference"]
     assert "error" not in found, found["error"]
     assert len(found["losses"]) == 30
-    assert max(map(abs_difference, found["losses"], reference["losses"])) < 0.03  # bfloat16
-    assert abs_difference(found["val"][-1], reference["val"][-1]) < 0.03
+    assert max(map(abs_difference, found["losses"], reference["losses"])) < 0.05  # bfloat16
+    assert abs_difference(found["val"][-1], reference["val"][-1]) < 0.05
     assert found["losses"][-1] < found["losses"][0] - 1.0
 
 
