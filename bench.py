@@ -11,16 +11,23 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import fields
 from pathlib import Path
 
+from environment import GRAPH_MODES
+
 import numpy as np
+import torch
 
 from configurator import configure
+from memory import describe, estimate
+from model import GPT, GPTConfig
 from runlog import read_metrics
 
 # measurement
 steps = 12  # steps measured
-warmup_steps = 4  # steps before them: compilation, caches, clocks
+warmup_steps = 4  # steps before them: caches, clocks
+memory = False  # estimate peak memory per component beside the measurement
 
 HERE = Path(__file__).parent
 config = configure(globals(), base=HERE / "train.py")
@@ -37,9 +44,10 @@ with tempfile.TemporaryDirectory() as folder:
     Path(folder, "meta.json").write_text(
         f'{{"vocab_size": {vocab_size}, "dtype": "{dtype}"}}', encoding="utf-8"
     )
-    own = tuple(f"--{key}=" for key in ("steps", "warmup_steps"))
+    own = tuple(f"--{key}=" for key in ("steps", "warmup_steps", "memory"))
     command = [sys.executable, str(HERE / "train.py")]
     command += [argument for argument in sys.argv[1:] if not argument.startswith(own)]
+    command = [argument for argument in command if argument != "--memory"]
     command += [f"--dataset={folder}", f"--out_dir={folder}", "--init_from=scratch"]
     command += ["--eval_interval=0", "--eval_only=False", "--log_interval=1", "--wandb_log=False"]
     command += [f"--max_iters={10**9}"]
@@ -72,4 +80,15 @@ if measured[-1]["mfu"] is not None:
     print(f"mfu         {statistics.median(entry['mfu'] for entry in measured):12.1%}")
 if measured[-1]["memory_gib"] is not None:
     print(f"peak memory {measured[-1]['memory_gib']:12.2f} GiB")
+if memory:
+    names = {field.name for field in fields(GPTConfig)} & config.keys()
+    model_config = GPTConfig(**{name: config[name] for name in names} | {"vocab_size": vocab_size})
+    with torch.device("meta"):
+        n_params = GPT(model_config).num_params()
+    components = estimate(
+        model_config, n_params, config["batch_size"], config["activation_checkpointing"],
+        accumulates=config["gradient_accumulation_steps"] > 1
+        or config["compile_mode"] in GRAPH_MODES,
+    )  # fmt: skip
+    print(f"estimate    {describe(components)}")
 print(f"first step  {first_step:12.1f} s after the start")

@@ -108,7 +108,9 @@ def resolve(settings: dict[str, Setting], arguments: list[str]) -> dict[str, Any
         key, equals, text = argument.lstrip("-").partition("=")  # only the first "=" separates
         if key not in settings:
             raise ValueError(f"unknown setting {argument!r}{nearest(key, settings)}")
-        if not equals or not argument.startswith("--"):
+        if not equals and settings[key].types == (bool,):
+            text = "True"  # a bare --flag
+        elif not equals or not argument.startswith("--"):
             raise ValueError(f"{argument!r} has no value: write --{key}={settings[key].default}")
         config[key] = check(settings[key], parse(text, settings[key].types), f"--{argument[2:]}")
     return config

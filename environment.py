@@ -124,6 +124,15 @@ def peak_memory_gib(device: "torch.device") -> float | None:
     return torch.cuda.max_memory_allocated(device) / 2**30 if device.type == "cuda" else None
 
 
+def available_memory_gib(device: "torch.device") -> float:
+    """GPU memory a step may take: what is free and what this process has, less 3% for CUDA."""
+    if device.type != "cuda":
+        raise ValueError(f"batch_size=auto needs a CUDA device, not {device}")
+    free, total = torch.cuda.mem_get_info(device)
+    limit = torch.cuda.get_per_process_memory_fraction(device) * total
+    return 0.97 * min(limit, free + torch.cuda.memory_reserved(device)) / 2**30
+
+
 def release_memory(device: "torch.device") -> None:
     """Give cached blocks back after something that is not a training step, so that blocks of its
     sizes do not stay beside those of training."""

@@ -21,6 +21,17 @@ def build_optimizer(
     return torch.optim.AdamW(groups, lr=learning_rate, betas=betas, fused=True)
 
 
+def allocate_state(optimizer: torch.optim.AdamW) -> None:
+    """AdamW's moments now and not at the first step, so that what is left is known before it."""
+    for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+        if parameter not in optimizer.state:
+            optimizer.state[parameter] = {
+                "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
+                "exp_avg": torch.zeros_like(parameter),
+                "exp_avg_sq": torch.zeros_like(parameter),
+            }
+
+
 def learning_rate_at(step: int, config: dict[str, Any]) -> float:
     """The learning rate of step `step`: linear warm-up, then the schedule, then `min_lr`.
 

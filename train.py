@@ -22,10 +22,11 @@ import environment  # before torch: it sets the CUDA allocator's variable
 import torch
 
 import checkpoint
-from configurator import configure
+import memory
+from configurator import configure, read_settings, resolve
 from dataloader import DataLoader, TokenFile, read_meta, validation_batches
 from model import CHECKPOINTING, GPT, GPTConfig
-from optim import SCHEDULES, build_optimizer, learning_rate_at
+from optim import SCHEDULES, allocate_state, build_optimizer, learning_rate_at
 from profiling import Profiler
 from runlog import RunLog
 from tokenizer import from_meta
@@ -45,7 +46,7 @@ wandb_project = "owt"  # its project
 wandb_run_name = "gpt2"  # its run name
 # data
 dataset = "openwebtext"  # a folder in data/, or a path
-batch_size = 12  # sequences in a micro-batch
+batch_size: int | str = 12  # sequences in a micro-batch; auto: as many as fit, same global batch
 gradient_accumulation_steps = 40  # micro-batches in an iteration, all processes counted together
 block_size = 1024  # tokens in a sequence
 seed = 1337  # of the initial weights, the data order and dropout
@@ -100,6 +101,12 @@ if activation_checkpointing not in CHECKPOINTING:
         f"unknown activation_checkpointing={activation_checkpointing!r}: "
         f"use {', '.join(CHECKPOINTING)}"
     )
+auto_batch = batch_size == "auto"
+if auto_batch:  # the global batch is what it is without this flag
+    arguments = [argument for argument in sys.argv[1:] if argument != "--batch_size=auto"]
+    batch_size = config["batch_size"] = resolve(read_settings(__file__), arguments)["batch_size"]
+if isinstance(batch_size, str):
+    raise ValueError(f"batch_size={batch_size!r} must be a number, or auto on the command line")
 for key in ("batch_size", "gradient_accumulation_steps", "eval_iters", "log_interval"):
     if config[key] < 1:
         raise ValueError(f"{key}={config[key]} must be at least 1")
@@ -135,12 +142,13 @@ train_file, val_file = (
 names = {field.name for field in fields(GPTConfig)}
 model_config = GPTConfig(**{key: globals()[key] for key in names & config.keys()})
 raw_model = GPT(model_config).to(device)
-raw_model.activation_checkpointing = activation_checkpointing
 raw_model.use_cudnn_attention(environment.cudnn_attention(device, dtype, model_config.head_dim))
 optimizer = build_optimizer(raw_model, learning_rate, (beta1, beta2), weight_decay)
 scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
 iter_num, best_val_loss, data_offset = 0, math.inf, 0
-tokens_per_iter = batch_size * gradient_accumulation_steps * block_size
+sequences_per_iter = batch_size * gradient_accumulation_steps
+eval_sequences = eval_iters * batch_size
+tokens_per_iter = sequences_per_iter * block_size
 if init_from == "resume":
     saved = checkpoint.load(ckpt_path)
     checkpoint.check_same_model(
@@ -154,18 +162,15 @@ if init_from == "resume":
     checkpoint.set_random_state(saved["random_state"], device)
     iter_num, best_val_loss = saved["iter_num"], saved["best_val_loss"]
     # no sequence twice, even if the global batch is another now
-    data_offset = saved["sequences"] - iter_num * batch_size * gradient_accumulation_steps
+    data_offset = saved["sequences"] - iter_num * sequences_per_iter
     del saved
 elif not eval_only:
     checkpoint.set_aside(Path(out_dir))
-loader = DataLoader(
-    train_file, batch_size, gradient_accumulation_steps, seed, device, offset=data_offset
-)
+allocate_state(optimizer)
 
 # raw_model stays what is saved, sampled and counted: no "_orig_mod." in any name
 obstacle = environment.compile_obstacle(device) if compile else "compile=False"
-model = raw_model if obstacle else torch.compile(raw_model, mode=compile_mode)
-cuda_graphs = model is not raw_model and compile_mode in environment.GRAPH_MODES
+cuda_graphs = device.type == "cuda" and not obstacle and compile_mode in environment.GRAPH_MODES
 if cuda_graphs:
     # A graph's backward writes its gradients to memory that its next replay overwrites. So .grad
     # is our own, allocated once, added to, and zeroed in place. (Marking steps or cloning
@@ -185,17 +190,44 @@ settings = ", ".join(f"{key}={value}" for key, value in config.items())
 log.line(textwrap.fill(f"settings {settings}", 100, subsequent_indent="  ", break_on_hyphens=False))
 
 
+def micro_step(tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Forward and backward; returns this micro-batch's part of the step's loss."""
+    if cuda_graphs:
+        torch.compiler.cudagraph_mark_step_begin()  # the last one's outputs are done with
+    with amp:
+        micro_loss = model(tokens, targets) / gradient_accumulation_steps
+    scaler.scale(micro_loss).backward()
+    return micro_loss.detach()
+
+
 @torch.no_grad()
 def evaluate(file: TokenFile) -> float:
     """Mean loss over the fixed windows of `file`, through the same (compiled) model as training."""
     model.eval()
-    total, count = torch.zeros((), device=device), 0
-    for tokens, targets in validation_batches(file, batch_size, eval_iters * batch_size, device):
+    total, count = torch.zeros((), device=device), -(-eval_sequences // batch_size)
+    for tokens, targets in validation_batches(file, batch_size, count * batch_size, device):
         with amp:
             total += model(tokens, targets)  # into our own tensor: a graph's output does not last
-        count += 1
     model.train()
     return total.item() / count
+
+
+def try_step(size: int, checkpointing: str) -> None:
+    """All that can run out of memory, with micro-batches of `size` sequences; leaves no trace."""
+    global model
+    raw_model.activation_checkpointing = checkpointing
+    # dynamic=False: another shape would otherwise be compiled for all shapes, and be slow
+    model = raw_model if obstacle else torch.compile(raw_model, mode=compile_mode, dynamic=False)
+    random_state = checkpoint.random_state(device)
+    tokens = torch.zeros(size, block_size, dtype=torch.int64, device=device)
+    for _ in range(3 if cuda_graphs else min(2, sequences_per_iter // size)):
+        micro_step(tokens, tokens)  # a graph runs once to warm up, is recorded, then replayed
+    if eval_interval or eval_only:
+        with torch.no_grad(), amp:
+            model.eval()(tokens, tokens)
+    model.train()
+    optimizer.zero_grad(set_to_none=not cuda_graphs)
+    checkpoint.set_random_state(random_state, device)
 
 
 def print_sample() -> None:
@@ -269,6 +301,37 @@ for signum in (signal.SIGINT, signal.SIGTERM):
     signal.signal(signum, request_stop)
 
 # -----------------------------------------------------------------------------
+# find out whether a step fits into memory, and split it further if not: the same global batch,
+# the same data, the same loss curve
+n_params = raw_model.num_params()
+if auto_batch:
+    available = environment.available_memory_gib(device)
+    splits = memory.largest_first(
+        model_config, n_params, sequences_per_iter, activation_checkpointing, available
+    )
+else:
+    splits = memory.smaller_splits(batch_size, sequences_per_iter, activation_checkpointing)
+fitting = memory.fit_batch(try_step, splits)
+if fitting is None:
+    components = memory.estimate(model_config, n_params, 1, "block", sequences_per_iter > 1)
+    raise ValueError(
+        f"out of memory even with one sequence and activation checkpointing: a step takes about "
+        f"{memory.describe(components)}; use a smaller block_size or model"
+    )
+if fitting != (batch_size, activation_checkpointing):
+    batch_size, activation_checkpointing = fitting
+    gradient_accumulation_steps = sequences_per_iter // batch_size
+    why = "batch_size=auto" if auto_batch else "out of memory"
+    log.line(
+        f"{why}: going on with --batch_size={batch_size} --gradient_accumulation_steps="
+        f"{gradient_accumulation_steps} --activation_checkpointing={activation_checkpointing}, "
+        "the same global batch; these flags make it permanent"
+    )
+loader = DataLoader(
+    train_file, batch_size, gradient_accumulation_steps, seed, device, offset=data_offset
+)
+
+# -----------------------------------------------------------------------------
 # training loop
 micro_batches = loader.micro_batches(iter_num)
 tokens, targets = next(micro_batches)
@@ -306,12 +369,7 @@ while True:
     # ---- micro-steps --------------------------------------------------------
     loss.zero_()
     for _ in range(gradient_accumulation_steps):
-        if cuda_graphs:
-            torch.compiler.cudagraph_mark_step_begin()  # the last one's outputs are done with
-        with amp:
-            micro_loss = model(tokens, targets) / gradient_accumulation_steps
-        scaler.scale(micro_loss).backward()
-        loss += micro_loss.detach()
+        loss += micro_step(tokens, targets)
         tokens, targets = next(micro_batches)  # now, while the device is busy with this one
 
     # ---- clip and step ------------------------------------------------------

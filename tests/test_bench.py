@@ -4,11 +4,14 @@ from conftest import TINY
 
 
 def test_bench_times_the_real_training_step(start):
-    process = start("bench.py", *TINY, "--vocab_size=64", "--steps=3", "--warmup_steps=2")
+    process = start(
+        "bench.py", *TINY, "--vocab_size=64", "--steps=3", "--warmup_steps=2", "--memory"
+    )
     shown = process.stdout.read()
     assert process.wait() == 0, shown
     values = dict(re.findall(r"^(tokens/s|ms per step|spread) +([\d.,]+)", shown, re.MULTILINE))
     tokens_per_s = float(values["tokens/s"].replace(",", ""))
+    assert re.search(r"^estimate +weights [\d.]+ \+ gradients", shown, re.MULTILINE)
     assert 0.5 < tokens_per_s * float(values["ms per step"]) / 1e3 / (4 * 16) < 2
 
 

@@ -141,6 +141,11 @@ def test_missing_config_file_and_missing_value_say_what_to_write(settings):
         resolve(settings, ["--steps"])
 
 
+def test_bare_flag_of_a_boolean_means_true(settings):
+    settings["fast"] = settings["fast"]._replace(default=False)
+    assert resolve(settings, ["--fast"])["fast"] is True
+
+
 def test_f35_help_lists_every_key_with_default_and_comment(settings, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["script.py", "--help"])
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)

@@ -1,0 +1,120 @@
+"""Where GPU memory goes, and what to do when there is not enough of it.
+
+`estimate` says what a training step takes; `fit_batch` finds a split of the global batch that
+fits, by trying real steps.
+"""
+
+import gc
+import re
+from collections.abc import Callable
+
+import torch
+
+from loss import CHUNK_ELEMENTS
+from model import CHECKPOINTING, GPTConfig
+
+Split = tuple[int, str]  # batch_size, activation_checkpointing
+
+
+def estimate(
+    config: GPTConfig, n_params: int, batch_size: int, checkpointing: str, accumulates: bool
+) -> dict[str, float]:
+    """Peak memory of a compiled bfloat16 training step, in GiB per component.
+
+    The peak is at the end of the forward pass. Unless gradients are kept from micro-step to
+    micro-step (`accumulates`), there are none then; they take the place of the activations that
+    backward frees.
+    """
+    tokens = batch_size * config.block_size
+    width, kv_width = config.n_embd, config.n_kv_head * config.head_dim
+    # bfloat16 values that one block keeps per token: its input, both norms' outputs, queries, the
+    # attention's output, the residual after it; keys and values; gate, up and their product
+    block = 6 * width + 2 * kv_width + 3 * config.n_hidden
+    kept = {
+        "none": config.n_layer * block,
+        "selective": config.n_layer * 2 * width + block,  # inputs and attention's outputs
+        "block": config.n_layer * width + block,  # inputs, and all of the block being recomputed
+    }[checkpointing]
+    chunk = min(CHUNK_ELEMENTS, tokens * config.vocab_size)
+    head = config.vocab_size * width
+    cast = n_params - (head if config.tied_embeddings else 2 * head)  # bfloat16 copies for backward
+    components = {
+        "weights": 4 * n_params + 2 * cast,
+        "gradients": 4 * n_params if accumulates else 0,
+        "optimizer": 8 * n_params,
+        "activations": 2 * tokens * (kept + 4 * width),  # and the loss's inputs and gradients
+        "logits": 2 * chunk + 8 * head,  # one chunk, and the head's gradient being summed up
+    }
+    return {name: size / 2**30 for name, size in components.items()}
+
+
+def describe(components: dict[str, float]) -> str:
+    """`weights 0.5 + ... = 12.3 GiB`"""
+    parts = " + ".join(f"{name} {size:.2f}" for name, size in components.items())
+    return f"{parts} = {sum(components.values()):.2f} GiB"
+
+
+def smaller_splits(batch_size: int, per_step: int, checkpointing: str) -> list[Split]:
+    """What to try, in this order, when `batch_size` sequences at a time may not fit.
+
+    Micro-batches of about half the size each time, divisors of the `per_step` sequences of a step;
+    then single sequences with ever more activation checkpointing.
+    """
+    sizes = [batch_size]
+    for size in range(batch_size // 2, 0, -1):
+        if per_step % size == 0 and 2 * size <= sizes[-1]:
+            sizes.append(size)
+    more = CHECKPOINTING[CHECKPOINTING.index(checkpointing) + 1 :]
+    return [(size, checkpointing) for size in sizes] + [(1, kind) for kind in more]
+
+
+def largest_first(
+    config: GPTConfig, n_params: int, per_step: int, checkpointing: str, available_gib: float
+) -> list[Split]:
+    """What to try for batch_size=auto: divisors of `per_step`, from the largest that by the
+    estimate fits into `available_gib` down."""
+    divisors = [size for size in range(per_step, 0, -1) if per_step % size == 0]
+    fitting = [
+        size
+        for size in divisors
+        if sum(estimate(config, n_params, size, checkpointing, size < per_step).values())
+        < available_gib
+    ]
+    return [(size, checkpointing) for size in fitting or [1]]
+
+
+def fit_batch(
+    trial: Callable[[int, str], None],
+    splits: list[Split],
+    agree: Callable[[bool], bool] = lambda failed: failed,
+) -> Split | None:
+    """The first of `splits` with which `trial` does not run out of memory; None if none.
+
+    Args:
+        trial: runs a full step with a batch size and a kind of activation checkpointing.
+        agree: makes of this process's failure every process's.
+    """
+    for size, checkpointing in splits:
+        failed = False
+        try:
+            trial(size, checkpointing)
+        except RuntimeError as error:  # torch.OutOfMemoryError is one; libraries raise their own
+            if not re.search("out of memory|ALLOC_FAILED", str(error)):
+                raise
+            failed = True
+        if not agree(failed):
+            return size, checkpointing
+        release()  # outside `except`: the exception holds the failed step's tensors
+    return None
+
+
+def release() -> None:
+    """Free everything a failed attempt left: compiled code, CUDA graphs' pools, cached blocks."""
+    torch._dynamo.reset()
+    if torch.cuda.is_available():
+        from torch._inductor import cudagraph_trees
+
+        cudagraph_trees.reset_cudagraph_trees()
+        gc.collect()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()

@@ -1,0 +1,79 @@
+import pytest
+import torch
+
+from memory import describe, estimate, fit_batch, largest_first, smaller_splits
+from model import GPTConfig
+
+
+def test_splits_halve_and_divide_the_step_then_checkpoint():
+    sizes = [(12, "none"), (6, "none"), (3, "none"), (1, "none")]
+    assert smaller_splits(12, 480, "none") == [*sizes, (1, "selective"), (1, "block")]
+    assert smaller_splits(10, 70, "selective")[1:] == [
+        (5, "selective"), (2, "selective"), (1, "selective"), (1, "block"),
+    ]  # fmt: skip
+    assert smaller_splits(1, 1, "block") == [(1, "block")]
+
+
+def test_fit_batch_takes_the_first_that_fits_and_lets_processes_agree():
+    tried = []
+
+    def trial(size, checkpointing):
+        tried.append(size)
+        if size > 2:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    assert fit_batch(trial, smaller_splits(8, 8, "none")) == (2, "none")
+    assert tried == [8, 4, 2]
+    answers = iter([False, True, False])  # another process fails where this one does not
+    small = [(2, "none"), (1, "none"), (1, "block")]
+    assert fit_batch(lambda *_: None, small, lambda failed: not next(answers)) == (1, "none")
+    assert fit_batch(trial, [(8, "none")]) is None
+
+
+def test_libraries_out_of_memory_count_and_other_errors_do_not():
+    def raising(message):
+        def trial(size, checkpointing):
+            if size > 1:
+                raise RuntimeError(message)
+
+        return trial
+
+    splits = [(2, "none"), (1, "none")]
+    assert fit_batch(raising("CUBLAS_STATUS_ALLOC_FAILED when calling"), splits) == (1, "none")
+    with pytest.raises(RuntimeError, match="mismatch"):
+        fit_batch(raising("size mismatch"), splits)
+
+
+def test_estimate_counts_what_is_known_exactly_and_orders_the_rest():
+    config, n = GPTConfig(), 123_587_328
+    parts = estimate(config, n, 32, "none", accumulates=True)
+    assert parts["optimizer"] == pytest.approx(8 * n / 2**30)
+    assert parts["gradients"] == pytest.approx(4 * n / 2**30)
+    assert estimate(config, n, 32, "none", accumulates=False)["gradients"] == 0
+    sums = [sum(estimate(config, n, 32, kind, False).values())
+            for kind in ("none", "selective", "block")]  # fmt: skip
+    assert sums[0] > sums[1] > sums[2]
+    assert describe({"weights": 1.0, "logits": 0.5}) == "weights 1.00 + logits 0.50 = 1.50 GiB"
+
+
+@pytest.mark.parametrize(
+    ("config", "n_params", "batch_size", "kind", "measured"),
+    [  # compiled, bfloat16, on an H200; see dev/LOG.md
+        (GPTConfig(), 123_587_328, 32, "none", 11.74),
+        (GPTConfig(), 123_587_328, 64, "block", 5.85),
+        (GPTConfig(), 123_587_328, 64, "selective", 6.51),
+        (GPTConfig(n_layer=48, n_head=25, n_embd=1600), 1_560_000_000, 8, "none", 40.26),
+    ],
+)
+def test_estimate_is_within_a_tenth_of_what_was_measured(
+    config, n_params, batch_size, kind, measured
+):
+    found = sum(estimate(config, n_params, batch_size, kind, False).values())
+    assert found == pytest.approx(measured, rel=0.10)
+
+
+def test_auto_starts_with_the_largest_divisor_that_the_estimate_allows():
+    splits = largest_first(GPTConfig(), 123_587_328, 480, "none", 12.0)
+    assert splits[0] == (32, "none") and (1, "none") in splits
+    assert all(480 % size == 0 for size, _ in splits)
+    assert largest_first(GPTConfig(), 123_587_328, 480, "none", 0.1) == [(1, "none")]
