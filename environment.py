@@ -7,6 +7,7 @@ prints a report for bug reports; it runs without a GPU, a compiler, or torch.
 import contextlib
 import ctypes
 import ctypes.util
+import math
 import os
 import platform
 import re
@@ -125,9 +126,10 @@ def peak_memory_gib(device: "torch.device") -> float | None:
 
 
 def available_memory_gib(device: "torch.device") -> float:
-    """GPU memory a step may take: what is free and what this process has, less 3% for CUDA."""
+    """GPU memory a step may take: what is free and what this process has, less 3% for CUDA;
+    infinity on other devices."""
     if device.type != "cuda":
-        raise ValueError(f"batch_size=auto needs a CUDA device, not {device}")
+        return math.inf
     free, total = torch.cuda.mem_get_info(device)
     limit = torch.cuda.get_per_process_memory_fraction(device) * total
     return 0.97 * min(limit, free + torch.cuda.memory_reserved(device)) / 2**30

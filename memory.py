@@ -54,33 +54,32 @@ def describe(components: dict[str, float]) -> str:
     return f"{parts} = {sum(components.values()):.2f} GiB"
 
 
-def smaller_splits(batch_size: int, per_step: int, checkpointing: str) -> list[Split]:
-    """What to try, in this order, when `batch_size` sequences at a time may not fit.
+def splits_to_try(
+    config: GPTConfig,
+    n_params: int,
+    per_step: int,
+    batch_size: int | None,
+    checkpointing: str,
+    available_gib: float,
+) -> list[Split]:
+    """In which order to look for a split of the `per_step` sequences of a step that fits.
 
-    Micro-batches of about half the size each time, divisors of the `per_step` sequences of a step;
-    then single sequences with ever more activation checkpointing.
+    Micro-batches of about half the size each time, divisors of `per_step`, then single sequences
+    with ever more activation checkpointing. `batch_size` None (auto): all divisors from the largest
+    down. What by the estimate is hopeless in `available_gib` is not tried: compiling takes time.
     """
-    sizes = [batch_size]
-    for size in range(batch_size // 2, 0, -1):
-        if per_step % size == 0 and 2 * size <= sizes[-1]:
+    sizes = [batch_size or per_step]
+    for size in range(sizes[0] - 1, 0, -1):
+        if per_step % size == 0 and (batch_size is None or 2 * size <= sizes[-1]):
             sizes.append(size)
     more = CHECKPOINTING[CHECKPOINTING.index(checkpointing) + 1 :]
-    return [(size, checkpointing) for size in sizes] + [(1, kind) for kind in more]
+    splits = [(size, checkpointing) for size in sizes] + [(1, kind) for kind in more]
 
+    def hopeless(split: Split) -> bool:
+        components = estimate(config, n_params, *split, accumulates=split[0] < per_step)
+        return sum(components.values()) > 1.1 * available_gib
 
-def largest_first(
-    config: GPTConfig, n_params: int, per_step: int, checkpointing: str, available_gib: float
-) -> list[Split]:
-    """What to try for batch_size=auto: divisors of `per_step`, from the largest that by the
-    estimate fits into `available_gib` down."""
-    divisors = [size for size in range(per_step, 0, -1) if per_step % size == 0]
-    fitting = [
-        size
-        for size in divisors
-        if sum(estimate(config, n_params, size, checkpointing, size < per_step).values())
-        < available_gib
-    ]
-    return [(size, checkpointing) for size in fitting or [1]]
+    return [split for split in splits if not hopeless(split)] or splits[-1:]
 
 
 def fit_batch(

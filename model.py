@@ -81,13 +81,12 @@ class RMSNorm(nn.Module):
 
 
 def rope_tables(positions: Tensor, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
-    """Cosines and signed sines of the angles at `positions` (T,), each (T, 1, D), in float32."""
+    """Cosines and sines of the angles at `positions` (T,), each (T, 1, D / 2), in float32."""
     exponents = (
         torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float32) / head_dim
     )
-    angles = positions[:, None, None].float() * theta**-exponents  # (T, 1, D / 2)
-    cos, sin = angles.cos(), angles.sin()
-    return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
+    angles = positions[:, None, None].float() * theta**-exponents
+    return angles.cos(), angles.sin()
 
 
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -96,8 +95,9 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     The result has x's dtype: promoted to float32 it would slow attention down or disable its fast
     kernels (Su et al. 2021, "RoFormer").
     """
-    swapped = x.roll(x.shape[-1] // 2, dims=-1)
-    return torch.addcmul(x.float() * cos, swapped.float(), sin).type_as(x)
+    first, second = x.float().chunk(2, dim=-1)  # (B, T, heads, D / 2)
+    turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    return turned.type_as(x)
 
 
 class KVCache:

@@ -105,6 +105,8 @@ auto_batch = batch_size == "auto"
 if auto_batch:  # the global batch is what it is without this flag
     arguments = [argument for argument in sys.argv[1:] if argument != "--batch_size=auto"]
     batch_size = config["batch_size"] = resolve(read_settings(__file__), arguments)["batch_size"]
+    if environment.choose_device(device).type != "cuda":
+        raise ValueError(f"batch_size=auto needs a CUDA device, not {device}")
 if isinstance(batch_size, str):
     raise ValueError(f"batch_size={batch_size!r} must be a number, or auto on the command line")
 for key in ("batch_size", "gradient_accumulation_steps", "eval_iters", "log_interval"):
@@ -304,13 +306,14 @@ for signum in (signal.SIGINT, signal.SIGTERM):
 # find out whether a step fits into memory, and split it further if not: the same global batch,
 # the same data, the same loss curve
 n_params = raw_model.num_params()
-if auto_batch:
-    available = environment.available_memory_gib(device)
-    splits = memory.largest_first(
-        model_config, n_params, sequences_per_iter, activation_checkpointing, available
-    )
-else:
-    splits = memory.smaller_splits(batch_size, sequences_per_iter, activation_checkpointing)
+splits = memory.splits_to_try(
+    model_config,
+    n_params,
+    sequences_per_iter,
+    None if auto_batch else batch_size,
+    activation_checkpointing,
+    environment.available_memory_gib(device),
+)
 fitting = memory.fit_batch(try_step, splits)
 if fitting is None:
     components = memory.estimate(model_config, n_params, 1, "block", sequences_per_iter > 1)

@@ -317,7 +317,7 @@ def test_f08_compiling_works_through_the_private_links(tmp_path):
                      "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "j")},
         capture_output=True, text=True,
     )  # fmt: skip
-    assert naive.returncode != 0 and "cuda" in naive.stderr
+    assert naive.returncode != 0 and "cuda" in naive.stderr, naive.stdout + naive.stderr[-2000:]
 
 
 # ---- F13: attention ---------------------------------------------------------------------------
@@ -383,8 +383,10 @@ def test_cudnn_attention_equals_the_reference(n_kv_head):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("mode", [None, "default", "reduce-overhead"])
-@pytest.mark.parametrize("vocab_size", [65, 50257])
+@pytest.mark.parametrize(
+    ("mode", "vocab_size"),
+    [(None, 65), (None, 50257), ("default", 50257), ("reduce-overhead", 50257)],
+)
 def test_f14_loss_is_as_close_to_float64_as_full_logits_are(dtype, mode, vocab_size):
     torch._dynamo.reset()
     torch.manual_seed(0)

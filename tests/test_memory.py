@@ -1,17 +1,35 @@
+import math
+
 import pytest
 import torch
 
-from memory import describe, estimate, fit_batch, largest_first, smaller_splits
+from memory import describe, estimate, fit_batch, splits_to_try
 from model import GPTConfig
+
+
+def splits(batch_size, per_step, checkpointing="none", available=math.inf):
+    return splits_to_try(GPTConfig(), 123_587_328, per_step, batch_size, checkpointing, available)
 
 
 def test_splits_halve_and_divide_the_step_then_checkpoint():
     sizes = [(12, "none"), (6, "none"), (3, "none"), (1, "none")]
-    assert smaller_splits(12, 480, "none") == [*sizes, (1, "selective"), (1, "block")]
-    assert smaller_splits(10, 70, "selective")[1:] == [
+    assert splits(12, 480) == [*sizes, (1, "selective"), (1, "block")]
+    assert splits(10, 70, "selective")[1:] == [
         (5, "selective"), (2, "selective"), (1, "selective"), (1, "block"),
     ]  # fmt: skip
-    assert smaller_splits(1, 1, "block") == [(1, "block")]
+    assert splits(1, 1, "block") == [(1, "block")]
+
+
+def test_what_cannot_fit_is_not_tried():
+    assert splits(64, 64, available=12.0)[0] == (32, "none")
+    assert splits(64, 64, available=4.0)[0][0] < 16
+    assert splits(64, 64, available=0.1) == [(1, "block")]
+
+
+def test_auto_tries_every_divisor_from_the_largest_plausible_down():
+    sizes = [size for size, kind in splits(None, 480, available=12.0) if kind == "none"]
+    assert sizes[:4] == [32, 30, 24, 20] and sizes[-1] == 1
+    assert all(480 % size == 0 for size in sizes)
 
 
 def test_fit_batch_takes_the_first_that_fits_and_lets_processes_agree():
@@ -22,7 +40,7 @@ def test_fit_batch_takes_the_first_that_fits_and_lets_processes_agree():
         if size > 2:
             raise torch.OutOfMemoryError("CUDA out of memory.")
 
-    assert fit_batch(trial, smaller_splits(8, 8, "none")) == (2, "none")
+    assert fit_batch(trial, splits(8, 8)) == (2, "none")
     assert tried == [8, 4, 2]
     answers = iter([False, True, False])  # another process fails where this one does not
     small = [(2, "none"), (1, "none"), (1, "block")]
@@ -38,10 +56,10 @@ def test_libraries_out_of_memory_count_and_other_errors_do_not():
 
         return trial
 
-    splits = [(2, "none"), (1, "none")]
-    assert fit_batch(raising("CUBLAS_STATUS_ALLOC_FAILED when calling"), splits) == (1, "none")
+    two = [(2, "none"), (1, "none")]
+    assert fit_batch(raising("CUBLAS_STATUS_ALLOC_FAILED when calling"), two) == (1, "none")
     with pytest.raises(RuntimeError, match="mismatch"):
-        fit_batch(raising("size mismatch"), splits)
+        fit_batch(raising("size mismatch"), two)
 
 
 def test_estimate_counts_what_is_known_exactly_and_orders_the_rest():
@@ -70,10 +88,3 @@ def test_estimate_is_within_a_tenth_of_what_was_measured(
 ):
     found = sum(estimate(config, n_params, batch_size, kind, False).values())
     assert found == pytest.approx(measured, rel=0.10)
-
-
-def test_auto_starts_with_the_largest_divisor_that_the_estimate_allows():
-    splits = largest_first(GPTConfig(), 123_587_328, 480, "none", 12.0)
-    assert splits[0] == (32, "none") and (1, "none") in splits
-    assert all(480 % size == 0 for size, _ in splits)
-    assert largest_first(GPTConfig(), 123_587_328, 480, "none", 0.1) == [(1, "none")]
