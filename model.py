@@ -82,10 +82,8 @@ class RMSNorm(nn.Module):
 
 def rope_tables(positions: Tensor, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
     """Cosines and sines of the angles at `positions` (T,), each (T, 1, D / 2), in float32."""
-    exponents = (
-        torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float32) / head_dim
-    )
-    angles = positions[:, None, None].float() * theta**-exponents
+    pairs = torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float32)
+    angles = positions[:, None, None].float() * theta ** (-pairs / head_dim)
     return angles.cos(), angles.sin()
 
 

@@ -105,8 +105,6 @@ auto_batch = batch_size == "auto"
 if auto_batch:  # the global batch is what it is without this flag
     arguments = [argument for argument in sys.argv[1:] if argument != "--batch_size=auto"]
     batch_size = config["batch_size"] = resolve(read_settings(__file__), arguments)["batch_size"]
-    if environment.choose_device(device).type != "cuda":
-        raise ValueError(f"batch_size=auto needs a CUDA device, not {device}")
 if isinstance(batch_size, str):
     raise ValueError(f"batch_size={batch_size!r} must be a number, or auto on the command line")
 for key in ("batch_size", "gradient_accumulation_steps", "eval_iters", "log_interval"):
@@ -122,6 +120,9 @@ ckpt_path, best_path = Path(out_dir, "ckpt.pt"), Path(out_dir, "best.pt")
 
 device = environment.choose_device(device)
 dtype = environment.choose_dtype(dtype, device)
+available_gib = environment.available_memory_gib(device)
+if auto_batch and available_gib == math.inf:
+    raise ValueError(f"batch_size=auto needs a CUDA device, not {device}")
 amp = environment.autocast(device, dtype)
 torch.manual_seed(seed)
 if device.type == "cuda":
@@ -312,7 +313,7 @@ splits = memory.splits_to_try(
     sequences_per_iter,
     None if auto_batch else batch_size,
     activation_checkpointing,
-    environment.available_memory_gib(device),
+    available_gib,
 )
 fitting = memory.fit_batch(try_step, splits)
 if fitting is None:

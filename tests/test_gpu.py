@@ -151,6 +151,7 @@ def abs_difference(a, b):
     return abs(a - b)
 
 
+@pytest.mark.xdist_group("matrix")
 @pytest.mark.parametrize("cell", CELLS, ids=lambda cell: "-".join(map(str, cell)))
 def test_f12_every_combination_trains_like_the_eager_float32_reference(matrix, cell):
     found, reference = matrix[cell], matrix["reference"]
@@ -161,6 +162,7 @@ def test_f12_every_combination_trains_like_the_eager_float32_reference(matrix, c
     assert found["losses"][-1] < found["losses"][0] - 1.0
 
 
+@pytest.mark.xdist_group("matrix")
 @pytest.mark.parametrize("cell", CELLS, ids=lambda cell: "-".join(map(str, cell)))
 def test_f03_f04_graphs_are_recorded_once_and_only_where_asked(matrix, cell):
     found = matrix[cell]
@@ -171,6 +173,7 @@ def test_f03_f04_graphs_are_recorded_once_and_only_where_asked(matrix, cell):
         assert found["recorded"] == 0
 
 
+@pytest.mark.xdist_group("matrix")
 @pytest.mark.parametrize("cell", CELLS, ids=lambda cell: "-".join(map(str, cell)))
 def test_f07_nothing_grows_and_nothing_is_recompiled_after_the_second_evaluation(matrix, cell):
     second, *later = matrix[cell]["seen"][1:]
@@ -456,6 +459,7 @@ def capped(data, tmp_path_factory):
         return {name: future.result() for name, future in futures.items()}
 
 
+@pytest.mark.xdist_group("capped")
 @pytest.mark.parametrize("name", ["6", "4", "selective", "auto"])
 def test_f15_capped_memory_trains_with_the_same_losses(capped, name):
     found = capped[name]

@@ -556,12 +556,7 @@ def test_other_errors_of_a_step_are_not_taken_for_memory(run, sums, tmp_path, mo
 def test_auto_batch_keeps_the_global_batch_of_the_config(run, sums, tmp_path, monkeypatch):
     import environment
 
-    device = types.SimpleNamespace(type="cuda")
-    choose = environment.choose_device
-    monkeypatch.setattr(  # first asked whether there is a GPU, then for the device itself
-        environment, "choose_device", lambda name, answers=[device]: answers.pop() if answers
-        and "auto" in str(sys.argv) else choose(name),
-    )  # fmt: skip
+    monkeypatch.setattr(environment, "available_memory_gib", lambda device: 1.0)
     small_card(monkeypatch, sequences=5)
     arguments = ["--batch_size=3", "--gradient_accumulation_steps=4", "--max_iters=3"]
     train(run, tmp_path / "fixed", sums, *arguments)
