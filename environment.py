@@ -84,6 +84,8 @@ def choose_device(name: str = "auto") -> "torch.device":
     except (RuntimeError, AssertionError) as error:
         reason = str(error).splitlines()[0].strip()
         raise ValueError(f"device {name!r} is not usable here: {reason}") from None
+    if device.type == "cuda" and device.index is not None:
+        torch.cuda.set_device(device)  # the calls that name no device mean this one
     return device
 
 
@@ -131,7 +133,7 @@ def available_memory_gib(device: "torch.device") -> float:
     if device.type != "cuda":
         return math.inf
     free, total = torch.cuda.mem_get_info(device)
-    limit = torch.cuda.get_per_process_memory_fraction(device) * total
+    limit = torch.cuda.get_per_process_memory_fraction() * total
     return 0.97 * min(limit, free + torch.cuda.memory_reserved(device)) / 2**30
 
 

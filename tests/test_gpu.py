@@ -314,13 +314,22 @@ def test_f08_compiling_works_through_the_private_links(tmp_path):
     done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, env=clean | caches,
                           capture_output=True, text=True)  # fmt: skip
     assert done.stdout.strip() == "8.0", done.stderr[-2000:]
-    naive = subprocess.run(  # a folder without the library, as ldconfig's list would give
-        [sys.executable, "-c", script.replace("assert", "pass #")], cwd=ROOT,
-        env=clean | {"TRITON_LIBCUDA_PATH": str(tmp_path), "TRITON_CACHE_DIR": str(tmp_path / "u"),
-                     "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "j")},
-        capture_output=True, text=True,
-    )  # fmt: skip
-    assert naive.returncode != 0 and "cuda" in naive.stderr, naive.stdout + naive.stderr[-2000:]
+
+
+def test_f08_tritons_own_search_fails_where_ldconfig_knows_no_driver_and_finds_our_links(
+    monkeypatch,
+):
+    from triton.backends.nvidia import driver
+
+    search = getattr(driver.libcuda_dirs, "__wrapped__", driver.libcuda_dirs)  # without its cache
+    for name in ("TRITON_LIBCUDA_PATH", "LD_LIBRARY_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(subprocess, "check_output", lambda *arguments, **options: b"")
+    with pytest.raises(AssertionError, match="libcuda.so cannot found"):
+        search()
+    monkeypatch.setenv("TRITON_LIBCUDA_PATH", "")
+    assert environment.provide_libcuda() is None
+    assert search() == [os.environ["TRITON_LIBCUDA_PATH"]]
 
 
 # ---- F13: attention ---------------------------------------------------------------------------
