@@ -88,6 +88,8 @@ config = configure(globals())
 
 # -----------------------------------------------------------------------------
 # check the settings before anything takes time
+if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    raise ValueError("several processes are not supported yet: run python train.py, not torchrun")
 if init_from not in ("scratch", "resume"):
     raise ValueError(f"unknown init_from={init_from!r}: use scratch or resume")
 if lr_schedule not in SCHEDULES:
@@ -223,11 +225,12 @@ def try_step(size: int, checkpointing: str) -> None:
     model = raw_model if obstacle else torch.compile(raw_model, mode=compile_mode, dynamic=False)
     random_state = checkpoint.random_state(device)
     tokens = torch.zeros(size, block_size, dtype=torch.int64, device=device)
+    targets = torch.zeros_like(tokens)  # not `tokens` again: code compiled for that is of no use
     for _ in range(3 if cuda_graphs else min(2, sequences_per_iter // size)):
-        micro_step(tokens, tokens)  # a graph runs once to warm up, is recorded, then replayed
+        micro_step(tokens, targets)  # a graph runs once to warm up, is recorded, then replayed
     if eval_interval or eval_only:
         with torch.no_grad(), amp:
-            model.eval()(tokens, tokens)
+            model.eval()(tokens, targets)
     model.train()
     optimizer.zero_grad(set_to_none=not cuda_graphs)
     checkpoint.set_random_state(random_state, device)

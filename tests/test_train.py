@@ -334,6 +334,8 @@ def test_f25_best_validation_loss_stays_the_best(run, tmp_path, always):
 def test_f28_compiled_model_is_saved_under_plain_names(run, sums, tmp_path, monkeypatch):
     compile = torch.compile
     wrapped = []
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
 
     def eager_backend(model, mode=None, dynamic=None):
         wrapped.append(compile(model, backend="eager"))
@@ -342,6 +344,7 @@ def test_f28_compiled_model_is_saved_under_plain_names(run, sums, tmp_path, monk
     monkeypatch.setattr(torch, "compile", eager_backend)
     train(run, tmp_path, sums, "--compile=True", "--max_iters=2")
     names = list(checkpoint.load(tmp_path / "ckpt.pt")["model"])
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2  # training and evaluation
     assert wrapped and not [n for n in names if "_orig_mod" in n or "module." in n]
     assert any("_orig_mod" in name for name in wrapped[0].state_dict())  # the naive names
 
@@ -570,3 +573,11 @@ def test_auto_batch_without_a_gpu_and_other_words_are_refused(run, sums, tmp_pat
         train(run, tmp_path, sums, "--batch_size=auto")
     with pytest.raises(ValueError, match="batch_size='large' must be a number"):
         train(run, tmp_path, sums, "--batch_size=large")
+
+
+def test_f26_several_processes_are_refused_rather_than_overwriting_each_other(
+    run, sums, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match="several processes are not supported yet"):
+        train(run, tmp_path, sums)
