@@ -131,8 +131,8 @@ def test_f17_resident_memory_stays_constant(tmp_path):
     assert resident_mib() - before > 200  # the naive map keeps every page it has read
     del naive
 
-    file = TokenFile(path, 2**15, vocab_size=100)
     before = resident_mib()
+    file = TokenFile(path, 2**15, vocab_size=100)
     for start in range(0, 2**27 - 2**16, 2**16):
         file.windows(np.array([start, start + 2**15]))
     assert resident_mib() - before < 20
