@@ -58,6 +58,16 @@ def load(path: Path) -> dict[str, Any]:
     return content
 
 
+def make_folder(out_dir: Path) -> None:
+    """Create `out_dir`; raises ValueError if nothing can be written there."""
+    try:
+        out_dir.mkdir(parents=True, exist_ok=True)
+        (out_dir / ".writable").touch()
+        (out_dir / ".writable").unlink()
+    except OSError as error:
+        raise ValueError(f"cannot write to out_dir={out_dir}: {error.strerror}") from None
+
+
 def set_aside(out_dir: Path) -> None:
     """Move an earlier run's files to `out_dir/previous`, so that a new run cannot destroy them."""
     found = [out_dir / name for name in ("ckpt.pt", "best.pt", "metrics.jsonl")]

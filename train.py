@@ -90,19 +90,14 @@ config = configure(globals())
 # check the settings before anything takes time
 if int(os.environ.get("WORLD_SIZE", "1")) > 1:
     raise ValueError("several processes are not supported yet: run python train.py, not torchrun")
-if init_from not in ("scratch", "resume"):
-    raise ValueError(f"unknown init_from={init_from!r}: use scratch or resume")
-if lr_schedule not in SCHEDULES:
-    raise ValueError(f"unknown lr_schedule={lr_schedule!r}: use {' or '.join(SCHEDULES)}")
-if compile_mode not in environment.COMPILE_MODES:
-    raise ValueError(
-        f"unknown compile_mode={compile_mode!r}: use {', '.join(environment.COMPILE_MODES)}"
-    )
-if activation_checkpointing not in CHECKPOINTING:
-    raise ValueError(
-        f"unknown activation_checkpointing={activation_checkpointing!r}: "
-        f"use {', '.join(CHECKPOINTING)}"
-    )
+for key, choices in (
+    ("init_from", ("scratch", "resume")),
+    ("lr_schedule", SCHEDULES),
+    ("compile_mode", environment.COMPILE_MODES),
+    ("activation_checkpointing", CHECKPOINTING),
+):
+    if config[key] not in choices:
+        raise ValueError(f"unknown {key}={config[key]!r}: use {', '.join(choices)}")
 auto_batch = batch_size == "auto"
 if auto_batch:  # the global batch is what it is without this flag
     arguments = [argument for argument in sys.argv[1:] if argument != "--batch_size=auto"]
@@ -112,12 +107,7 @@ if isinstance(batch_size, str):
 for key in ("batch_size", "gradient_accumulation_steps", "eval_iters", "log_interval"):
     if config[key] < 1:
         raise ValueError(f"{key}={config[key]} must be at least 1")
-try:
-    Path(out_dir).mkdir(parents=True, exist_ok=True)
-    (Path(out_dir) / ".writable").touch()
-    (Path(out_dir) / ".writable").unlink()
-except OSError as error:
-    raise ValueError(f"cannot write to out_dir={out_dir}: {error.strerror}") from None
+checkpoint.make_folder(Path(out_dir))
 ckpt_path, best_path = Path(out_dir, "ckpt.pt"), Path(out_dir, "best.pt")
 
 device = environment.choose_device(device)

@@ -407,7 +407,7 @@ def test_wandb_gets_every_entry_and_a_resumed_run_is_the_same_run(run, sums, tmp
     [
         ("--device=tpu", "unknown device 'tpu': use auto, cpu, cuda"),
         ("--dtype=int8", "unknown dtype 'int8': use auto, float32"),
-        ("--lr_schedule=linear", "unknown lr_schedule='linear': use cosine or wsd"),
+        ("--lr_schedule=linear", "unknown lr_schedule='linear': use cosine, wsd"),
         ("--compile_mode=fast", "unknown compile_mode='fast': use default, reduce-overhead"),
         ("--activation_checkpointing=all", "unknown activation_checkpointing=.all.: use none"),
         ("--memory_snapshot=True", "memory_snapshot=True needs a CUDA device"),
