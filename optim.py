@@ -21,6 +21,16 @@ def build_optimizer(
     return torch.optim.AdamW(groups, lr=learning_rate, betas=betas, fused=True)
 
 
+def load_moments(optimizer: torch.optim.AdamW, state: dict[str, Any]) -> None:
+    """Load a checkpoint's optimizer state, but keep today's betas and weight decay."""
+    settings = [
+        {k: group[k] for k in ("betas", "weight_decay")} for group in optimizer.param_groups
+    ]
+    optimizer.load_state_dict(state)
+    for group, today in zip(optimizer.param_groups, settings, strict=True):
+        group.update(today)
+
+
 def allocate_state(optimizer: torch.optim.AdamW) -> None:
     """AdamW's moments now and not at the first step, so that what is left is known before it."""
     for parameter in (p for group in optimizer.param_groups for p in group["params"]):

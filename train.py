@@ -26,7 +26,7 @@ import memory
 from configurator import configure, read_settings, resolve
 from dataloader import DataLoader, TokenFile, read_meta, validation_batches
 from model import CHECKPOINTING, GPT, GPTConfig
-from optim import SCHEDULES, allocate_state, build_optimizer, learning_rate_at
+from optim import SCHEDULES, allocate_state, build_optimizer, learning_rate_at, load_moments
 from profiling import Profiler
 from runlog import RunLog
 from tokenizer import from_meta
@@ -152,7 +152,7 @@ if init_from == "resume":
         ckpt_path,
     )
     raw_model.load_state_dict(saved["model"])
-    optimizer.load_state_dict(saved["optimizer"])
+    load_moments(optimizer, saved["optimizer"])
     scaler.load_state_dict(saved["scaler"])
     checkpoint.set_random_state(saved["random_state"], device)
     iter_num, best_val_loss = saved["iter_num"], saved["best_val_loss"]

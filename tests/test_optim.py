@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch import nn
 
-from optim import build_optimizer, learning_rate_at
+from optim import allocate_state, build_optimizer, learning_rate_at, load_moments
 
 CONFIG = {
     "learning_rate": 1.0,
@@ -75,3 +75,32 @@ def test_a_gradient_that_is_not_finite_never_reaches_the_weights():
         optimizer.found_inf = (~norm.isfinite()).float()
         optimizer.step()
         assert torch.equal(before, layer.weight) is not moved
+
+
+def test_resuming_keeps_the_moments_and_takes_todays_settings():
+    layer = nn.Linear(2, 2)
+    old = build_optimizer(layer, 0.1, (0.9, 0.95), 0.1)
+    layer(torch.ones(1, 2)).sum().backward()
+    old.step()
+    new = build_optimizer(layer, 0.1, (0.8, 0.99), 0.3)
+    load_moments(new, old.state_dict())
+    assert [g["weight_decay"] for g in new.param_groups] == [0.3, 0.0]
+    assert all(g["betas"] == (0.8, 0.99) for g in new.param_groups)
+    moments = [optimizer.state[layer.weight]["exp_avg"] for optimizer in (old, new)]
+    assert torch.equal(*moments) and moments[0].any()
+
+
+def test_allocated_state_equals_what_the_first_step_makes():
+    results = []
+    for allocate in (True, False):
+        torch.manual_seed(0)
+        layer = nn.Linear(3, 3)
+        optimizer = build_optimizer(layer, 0.1, (0.9, 0.95), 0.1)
+        if allocate:
+            allocate_state(optimizer)
+        for _ in range(3):
+            optimizer.zero_grad()
+            layer(torch.ones(1, 3)).square().sum().backward()
+            optimizer.step()
+        results.append(layer.weight.detach())
+    assert torch.equal(*results)
