@@ -10,6 +10,7 @@ change them. Ctrl-C or SIGTERM finishes the step, saves, and says how to go on.
 
 import math
 import os
+import shlex
 import signal
 import sys
 import textwrap
@@ -216,14 +217,16 @@ def try_step(size: int, checkpointing: str) -> None:
     random_state = checkpoint.random_state(device)
     tokens = torch.zeros(size, block_size, dtype=torch.int64, device=device)
     targets = torch.zeros_like(tokens)  # not `tokens` again: code compiled for that is of no use
-    for _ in range(3 if cuda_graphs else min(2, sequences_per_iter // size)):
-        micro_step(tokens, targets)  # a graph runs once to warm up, is recorded, then replayed
-    if eval_interval or eval_only:
-        with torch.no_grad(), amp:
-            model.eval()(tokens, targets)
-    model.train()
-    optimizer.zero_grad(set_to_none=not cuda_graphs)
-    checkpoint.set_random_state(random_state, device)
+    try:
+        for _ in range(3 if cuda_graphs else min(2, sequences_per_iter // size)):
+            micro_step(tokens, targets)  # a graph runs once to warm up, is recorded, then replayed
+        if eval_interval or eval_only:
+            with torch.no_grad(), amp:
+                model.eval()(tokens, targets)
+    finally:
+        model.train()
+        optimizer.zero_grad(set_to_none=not cuda_graphs)
+        checkpoint.set_random_state(random_state, device)
 
 
 def print_sample() -> None:
@@ -410,7 +413,7 @@ log.close()
 command = [argument for argument in sys.argv[1:] if not argument.startswith("--init_from=")]
 if stop_requested:
     print(f"stopped at iteration {iter_num}, saved {ckpt_path}; to go on:")
-    print(f"  python {' '.join([sys.argv[0], *command])} --init_from=resume")
+    print(f"  {shlex.join(['python', sys.argv[0], *command, '--init_from=resume'])}")
 else:
     print(f"finished at iteration {iter_num}, best val loss {best_val_loss:.4f}; to see samples:")
     print(f"  python sample.py --out_dir={out_dir}")

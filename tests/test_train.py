@@ -512,9 +512,10 @@ def small_card(monkeypatch, sequences, checkpointed=None):
 
     def limited(self, tokens, targets=None, cache=None):
         fits = sequences if self.activation_checkpointing == "none" else checkpointed or sequences
+        out = forward(self, tokens, targets, cache)
         if self.training and len(tokens) > fits:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate")
-        return forward(self, tokens, targets, cache)
+        return out
 
     monkeypatch.setattr(model_file.GPT, "forward", limited)
 
@@ -533,6 +534,17 @@ def test_f15_out_of_memory_is_answered_by_a_finer_split(
     values = [[e["val_loss"] for e in evaluations(tmp_path / name)] for name in ("small", "large")]
     assert values[0] == pytest.approx(values[1], abs=1e-5)
     assert checkpoint.load(tmp_path / "small" / "ckpt.pt")["sequences"] == 5 * 16
+
+
+def test_f15_a_failed_attempt_leaves_no_trace_in_the_random_numbers(
+    run, sums, tmp_path, monkeypatch
+):
+    more = ["--dropout=0.2", "--max_iters=5"]
+    split = ["--batch_size=4", "--gradient_accumulation_steps=4"]
+    train(run, tmp_path / "chosen", sums, *more, *split)
+    small_card(monkeypatch, sequences=4)
+    train(run, tmp_path / "found", sums, *more, "--batch_size=8", "--gradient_accumulation_steps=2")
+    assert losses(tmp_path / "found") == losses(tmp_path / "chosen")
 
 
 def test_f15_one_sequence_too_many_tries_checkpointing(run, sums, tmp_path, monkeypatch):
