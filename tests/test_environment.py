@@ -181,3 +181,17 @@ def test_training_modules_need_torch_and_numpy_only():
     )
     found = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True)
     assert found.returncode == 0, found.stderr
+
+
+def test_f05_a_mode_that_cannot_help_here_is_said_at_the_start(monkeypatch):
+    few = type("Properties", (), {"multi_processor_count": 40})()
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Small GPU")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: few)
+    monkeypatch.setattr(environment, "expandable_segments", lambda: False)
+    gpu = torch.device("cuda")
+    shown = environment.summary(gpu, torch.bfloat16, None, "max-autotune")
+    assert "not autotuned: 40 multiprocessors, 68 are needed" in shown
+    assert "without expandable segments" in shown
+    assert "autotuned" not in environment.summary(gpu, torch.bfloat16, None, "default")
+    shown = environment.summary(CPU, torch.float32, None, "reduce-overhead")
+    assert "without CUDA graphs on cpu" in shown
