@@ -11,7 +11,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import fields
 from pathlib import Path
 
 from environment import GRAPH_MODES
@@ -44,10 +43,9 @@ with tempfile.TemporaryDirectory() as folder:
     Path(folder, "meta.json").write_text(
         f'{{"vocab_size": {vocab_size}, "dtype": "{dtype}"}}', encoding="utf-8"
     )
-    own = tuple(f"--{key}=" for key in ("steps", "warmup_steps", "memory"))
+    own = ("--steps", "--warmup_steps", "--memory")
     command = [sys.executable, str(HERE / "train.py")]
-    command += [argument for argument in sys.argv[1:] if not argument.startswith(own)]
-    command = [argument for argument in command if argument != "--memory"]
+    command += [argument for argument in sys.argv[1:] if argument.partition("=")[0] not in own]
     command += [f"--dataset={folder}", f"--out_dir={folder}", "--init_from=scratch"]
     command += ["--eval_interval=0", "--eval_only=False", "--log_interval=1", "--wandb_log=False"]
     command += [f"--max_iters={10**9}"]
@@ -69,7 +67,7 @@ with tempfile.TemporaryDirectory() as folder:
     if len(entries) < warmup_steps + steps:
         raise SystemExit("\n".join(lines[-20:]) or "error: train.py printed nothing")
 
-print("\n".join(line for line in lines[:2]))
+print("\n".join(lines[:2]))
 measured = entries[warmup_steps : warmup_steps + steps]
 ms = [entry["ms"] for entry in measured]
 median = statistics.median(ms)
@@ -81,8 +79,7 @@ if measured[-1]["mfu"] is not None:
 if measured[-1]["memory_gib"] is not None:
     print(f"peak memory {measured[-1]['memory_gib']:12.2f} GiB")
 if memory:
-    names = {field.name for field in fields(GPTConfig)} & config.keys()
-    model_config = GPTConfig(**{name: config[name] for name in names} | {"vocab_size": vocab_size})
+    model_config = GPTConfig.from_settings(config, vocab_size)
     with torch.device("meta"):
         n_params = GPT(model_config).num_params()
     components = estimate(

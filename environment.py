@@ -137,13 +137,6 @@ def available_memory_gib(device: "torch.device") -> float:
     return 0.97 * min(limit, free + torch.cuda.memory_reserved(device)) / 2**30
 
 
-def release_memory(device: "torch.device") -> None:
-    """Give cached blocks back after something that is not a training step, so that blocks of its
-    sizes do not stay beside those of training."""
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-
-
 def cudnn_attention(device: "torch.device", dtype: "torch.dtype", head_dim: int) -> bool:
     """Whether cuDNN's attention is the fastest here: on Hopper and newer, in half precision
     (measured on an H200, see dev/LOG.md)."""

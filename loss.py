@@ -35,11 +35,7 @@ def linear_cross_entropy(
     Returns a scalar in float32 (float64 for float64 inputs); 0 if no target counts. Matrix products
     run in autocast's dtype when it is on, everything between them in float32.
     """
-    device = hidden.device.type
-    if torch.is_autocast_enabled(device):
-        dtype = torch.get_autocast_dtype(device)
-    else:
-        dtype = hidden.dtype
+    dtype = compute_dtype(hidden)
     rows, vocab_size = hidden.shape[0], weight.shape[0]
     n_chunks = -(-rows * vocab_size // chunk_elements)
     chunk = -(-rows // n_chunks)  # chunks of one size,
@@ -51,6 +47,12 @@ def linear_cross_entropy(
     parts = zip(hidden.to(dtype).split(chunk), targets.split(chunk), strict=True)
     total = sum(_losses(_log_softmax(h @ weight.T), t).sum() for h, t in parts)
     return total / _count(targets)
+
+
+def compute_dtype(tensor: Tensor) -> torch.dtype:
+    """What matrix products of `tensor` run in: autocast's dtype where it is on, else its own."""
+    device = tensor.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else tensor.dtype
 
 
 def _log_softmax(logits: Tensor) -> Tensor:

@@ -10,15 +10,16 @@ S length of the KV cache.
 
 import math
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils import checkpoint
 
-from loss import linear_cross_entropy
+from loss import compute_dtype, linear_cross_entropy
 
 
 @dataclass
@@ -62,6 +63,12 @@ class GPTConfig:
             )
         if not 0.0 <= self.dropout < 1.0:
             raise ValueError(f"dropout={self.dropout} must be at least 0 and below 1")
+
+    @classmethod
+    def from_settings(cls, settings: dict[str, Any], vocab_size: int) -> "GPTConfig":
+        """The architecture that a script's settings describe, with the vocabulary of its data."""
+        names = {field.name for field in fields(cls)} & settings.keys()
+        return cls(**{name: settings[name] for name in names} | {"vocab_size": vocab_size})
 
     @property
     def head_dim(self) -> int:
@@ -283,9 +290,8 @@ class GPT(nn.Module):
             positions = cache.position + torch.arange(T, device=tokens.device)  # (T,)
             rope = self.rope_cos[positions], self.rope_sin[positions]
         x = self.token_embedding(tokens)  # (B, T, C)
-        if torch.is_autocast_enabled(x.device.type):
-            if torch.get_autocast_dtype(x.device.type) == torch.bfloat16:
-                x = x.bfloat16()  # the residual stream too: half the memory traffic between matmuls
+        if compute_dtype(x) == torch.bfloat16:
+            x = x.bfloat16()  # the residual stream too: half the memory traffic between matmuls
         x = self.dropout(x)
         for layer, block in enumerate(self.blocks):
             if cache is not None:
@@ -338,9 +344,7 @@ class GPT(nn.Module):
         """
         size = self.config.block_size
         length = min(size, tokens.shape[1] + max_new_tokens)
-        dtype = self.lm_head.weight.dtype
-        if torch.is_autocast_enabled(tokens.device.type):
-            dtype = torch.get_autocast_dtype(tokens.device.type)
+        dtype = compute_dtype(self.lm_head.weight)
         cache = KVCache(self.config, tokens.shape[0], length, tokens.device, dtype)
         held, context = 0, tokens[:, -size:]
         for _ in range(max_new_tokens):

@@ -30,20 +30,17 @@ class Profiler:
     def step(self) -> str:
         """Call after every iteration; returns what was written, if anything, for the log."""
         self.steps += 1
-        written = []
         if self.trace is not None:
             self.trace.step()
-            if self.steps == FIRST_STEP + STEPS:
+        written = []
+        if self.steps == FIRST_STEP + STEPS:
+            if self.trace is not None:
                 self.trace.stop()
                 self.trace = None
-                written.append(f"{self.out_dir / 'trace.json'} (open it at ui.perfetto.dev)")
-        if self.memory and self.steps == FIRST_STEP + STEPS:
-            self.dump_memory()
-            written.append(f"{self.out_dir / 'memory.pickle'} (open it at pytorch.org/memory_viz)")
-        return "; ".join(f"wrote {name}" for name in written)
-
-    def dump_memory(self) -> None:
-        """Write the memory history so far and stop recording."""
-        torch.cuda.memory._dump_snapshot(str(self.out_dir / "memory.pickle"))
-        torch.cuda.memory._record_memory_history(enabled=None)
-        self.memory = False
+                written.append(f"wrote {self.out_dir / 'trace.json'} (open it at ui.perfetto.dev)")
+            if self.memory:
+                path = self.out_dir / "memory.pickle"
+                torch.cuda.memory._dump_snapshot(str(path))
+                torch.cuda.memory._record_memory_history(enabled=None)
+                written.append(f"wrote {path} (open it at pytorch.org/memory_viz)")
+        return "; ".join(written)

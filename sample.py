@@ -50,7 +50,7 @@ saved = checkpoint.load(path)
 model = GPT(GPTConfig(**saved["model_config"]))
 model.load_state_dict(saved["model"])
 model = model.to(device, dtype).eval()
-tokenizer = from_meta(saved["tokenizer"] or {"tokenizer": "gpt2"})  # bare .bin files are GPT-2's
+tokenizer = from_meta(saved["tokenizer"])
 
 if start.startswith("FILE:"):
     try:

@@ -94,8 +94,11 @@ class GPT2Tokenizer:
 
 
 def from_meta(meta: dict[str, Any]) -> Tokenizer:
-    """The tokenizer that `meta` (a data set's meta.json, or a checkpoint's copy) describes."""
-    name = meta.get("tokenizer")
+    """The tokenizer that `meta` (a data set's meta.json, or a checkpoint's copy) describes.
+
+    Without one it is GPT-2's: nanoGPT's bare .bin files hold its tokens.
+    """
+    name = meta.get("tokenizer", "gpt2")
     if name == "char":
         return CharTokenizer(meta["alphabet"])
     if name == "byte":

@@ -15,7 +15,6 @@ import signal
 import sys
 import textwrap
 import time
-from dataclasses import fields
 from pathlib import Path
 
 import environment  # before torch: it sets the CUDA allocator's variable
@@ -135,8 +134,7 @@ train_file, val_file = (
 
 # -----------------------------------------------------------------------------
 # model and optimizer, new or from the checkpoint
-names = {field.name for field in fields(GPTConfig)}
-model_config = GPTConfig(**{key: globals()[key] for key in names & config.keys()})
+model_config = GPTConfig.from_settings(config, vocab_size)
 raw_model = GPT(model_config).to(device)
 raw_model.use_cudnn_attention(environment.cudnn_attention(device, dtype, model_config.head_dim))
 optimizer = build_optimizer(raw_model, learning_rate, (beta1, beta2), weight_decay)
@@ -175,10 +173,11 @@ if cuda_graphs:
         parameter.grad = torch.zeros_like(parameter)
 
 log = RunLog(Path(out_dir), config, iter_num)
+n_params = raw_model.num_params()
 flops_per_iter = raw_model.flops_per_token() * tokens_per_iter
 peak_flops = environment.peak_flops(device, dtype)
 log.line(environment.summary(device, dtype, obstacle, compile_mode))
-log.line(f"model {raw_model.num_params():,} parameters, vocabulary {data_vocab} of {vocab_size}")
+log.line(f"model {n_params:,} parameters, vocabulary {data_vocab} of {vocab_size}")
 log.line(f"data {data_dir}, {len(train_file.tokens):,} tokens, {tokens_per_iter:,} per iteration")
 if "unigram_entropy" in meta:
     log.line(f"knowing only token frequencies gives val loss {meta['unigram_entropy']:.4f}")
@@ -241,7 +240,7 @@ def print_sample() -> None:
         )
     raw_model.train()
     log.line(f"iter {iter_num:6d} | sample: {tokenizer.decode(out[0].tolist())!r}")
-    environment.release_memory(device)
+    torch.cuda.empty_cache()  # blocks of other sizes than training uses; nothing without CUDA
 
 
 def save(path: Path, content: dict) -> bool:
@@ -293,7 +292,7 @@ def request_stop(signum: int, frame: object) -> None:
     os.write(1, b"\nstopping after this step and saving; once more stops at once\n")
 
 
-tokenizer = from_meta(tokenizer_meta or {"tokenizer": "gpt2"}) if sample_interval else None
+tokenizer = from_meta(tokenizer_meta) if sample_interval else None
 profiler = Profiler(Path(out_dir), profile, memory_snapshot, device)
 stop_requested, saved_iter = False, None
 for signum in (signal.SIGINT, signal.SIGTERM):
@@ -302,7 +301,6 @@ for signum in (signal.SIGINT, signal.SIGTERM):
 # -----------------------------------------------------------------------------
 # find out whether a step fits into memory, and split it further if not: the same global batch,
 # the same data, the same loss curve
-n_params = raw_model.num_params()
 splits = memory.splits_to_try(
     model_config,
     n_params,
