@@ -2,10 +2,14 @@
 
     python bench.py config/train_gpt2.py --batch_size=32 --gradient_accumulation_steps=1
 
+    python bench.py config/train_gpt2.py --gradient_accumulation_steps=16 --processes=4
+
 Prints the median over the measured steps, their spread ((max - min) / median), MFU where the
 device's peak is known, and peak memory. Nothing is evaluated or saved.
 """
 
+import os
+import socket
 import statistics
 import subprocess
 import sys
@@ -26,13 +30,15 @@ from runlog import read_metrics
 # measurement
 steps = 12  # steps measured
 warmup_steps = 4  # steps before them: caches, clocks
-memory = False  # estimate peak memory per component beside the measurement
+processes = 1  # GPUs of this machine to train on
+memory = False  # estimate peak memory per component too (not for fsdp and batch_size=auto)
 
 HERE = Path(__file__).parent
 config = configure(globals(), base=HERE / "train.py")
 
-if steps < 1 or warmup_steps < 1:
-    raise ValueError(f"steps={steps} and warmup_steps={warmup_steps} must be at least 1")
+for name, value in (("steps", steps), ("warmup_steps", warmup_steps), ("processes", processes)):
+    if value < 1:
+        raise ValueError(f"{name}={value} must be at least 1")
 
 with tempfile.TemporaryDirectory() as folder:
     vocab_size = config["vocab_size"] or 50304
@@ -43,7 +49,7 @@ with tempfile.TemporaryDirectory() as folder:
     Path(folder, "meta.json").write_text(
         f'{{"vocab_size": {vocab_size}, "dtype": "{dtype}"}}', encoding="utf-8"
     )
-    own = ("--steps", "--warmup_steps", "--memory")
+    own = ("--steps", "--warmup_steps", "--processes", "--memory")
     command = [sys.executable, str(HERE / "train.py")]
     command += [argument for argument in sys.argv[1:] if argument.partition("=")[0] not in own]
     command += [f"--dataset={folder}", f"--out_dir={folder}", "--init_from=scratch"]
@@ -51,23 +57,36 @@ with tempfile.TemporaryDirectory() as folder:
     command += [f"--max_iters={10**9}"]
     metrics, output = Path(folder, "metrics.jsonl"), Path(folder, "output.txt")
     began = time.perf_counter()
+    with socket.socket() as found:  # a free port for the processes to meet at
+        found.bind(("127.0.0.1", 0))
+        port = found.getsockname()[1]
+    running = []
     with open(output, "w", encoding="utf-8") as file:
-        process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT)
         try:
+            for rank in range(processes):
+                variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": processes}
+                variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+                environment = os.environ | {name: str(value) for name, value in variables.items()}
+                running.append(
+                    subprocess.Popen(
+                        command, stdout=file, stderr=subprocess.STDOUT, env=environment
+                    )
+                )
             entries, first_step = [], None
-            while len(entries) < warmup_steps + steps and process.poll() is None:
+            while len(entries) < warmup_steps + steps and running[0].poll() is None:
                 time.sleep(0.2)
                 entries = read_metrics(metrics)
                 if entries and first_step is None:
                     first_step = time.perf_counter() - began
-        finally:
-            process.kill()
-            process.wait()
+        finally:  # not torchrun: killing that would leave its processes behind
+            for process in running:
+                process.kill()
+                process.wait()
     lines = output.read_text(encoding="utf-8").splitlines()
     if len(entries) < warmup_steps + steps:
         raise SystemExit("\n".join(lines[-20:]) or "error: train.py printed nothing")
 
-print("\n".join(lines[:2]))
+print("\n".join(line for i, line in enumerate(lines) if i < 2 or "going on with" in line))
 measured = entries[warmup_steps : warmup_steps + steps]
 ms = [entry["ms"] for entry in measured]
 median = statistics.median(ms)
@@ -78,14 +97,15 @@ if measured[-1]["mfu"] is not None:
     print(f"mfu         {statistics.median(entry['mfu'] for entry in measured):12.1%}")
 if measured[-1]["memory_gib"] is not None:
     print(f"peak memory {measured[-1]['memory_gib']:12.2f} GiB")
-if memory:
+if memory and config["batch_size"] != "auto" and config["parallel"] == "ddp":
     model_config = GPTConfig.from_settings(config, vocab_size)
     with torch.device("meta"):
         n_params = GPT(model_config).num_params()
     components = estimate(
         model_config, n_params, config["batch_size"], config["activation_checkpointing"],
         accumulates=config["gradient_accumulation_steps"] > 1
-        or config["compile_mode"] in GRAPH_MODES,
+        or config["compile_mode"] in GRAPH_MODES
+        or processes > 1,
     )  # fmt: skip
     print(f"estimate    {describe(components)}")
 print(f"first step  {first_step:12.1f} s after the start")

@@ -89,18 +89,3 @@ def check_same_model(saved: dict[str, Any], current: dict[str, Any], path: Path)
             f"cannot resume {path}: the model differs in {listed}; use the checkpoint's values, "
             "or another --out_dir"
         )
-
-
-def random_state(device: torch.device) -> dict[str, torch.Tensor]:
-    """The states of the random generators that training draws from (dropout)."""
-    state = {"cpu": torch.get_rng_state()}
-    if device.type in ("cuda", "mps"):
-        state[device.type] = getattr(torch, device.type).get_rng_state()
-    return state
-
-
-def set_random_state(state: dict[str, torch.Tensor], device: torch.device) -> None:
-    """Undo `random_state`; a generator the checkpoint does not have is left as it is."""
-    torch.set_rng_state(state["cpu"])
-    if device.type in state and device.type != "cpu":
-        getattr(torch, device.type).set_rng_state(state[device.type])

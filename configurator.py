@@ -18,6 +18,7 @@ import ast
 import builtins
 import difflib
 import io
+import os
 import sys
 import tokenize
 from pathlib import Path
@@ -199,7 +200,9 @@ def one_line_errors(kind: type[BaseException], error: BaseException, trace: Any)
     raised_in = Path(innermost.tb_frame.f_code.co_filename if innermost else "").resolve()
     ours = Path(__file__).resolve().parent in raised_in.parents
     if kind is ValueError and ours and "site-packages" not in raised_in.parts:
-        print(f"error: {error}", file=sys.stderr)
+        rank = os.environ.get("RANK", "0")  # torchrun's, to tell several processes apart
+        prefix = "" if rank == "0" else f"rank {rank}: "
+        print(f"{prefix}error: {error}", file=sys.stderr, flush=True)
     elif kind is KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
     else:

@@ -168,11 +168,16 @@ def validation_batches(
 ) -> Iterator[Batch]:
     """The same `n_sequences` windows every time, spread evenly over the file, as full batches.
 
-    Each process takes every `world_size`-th batch.
+    Each process takes every `world_size`-th batch. All get equally many, since they may exchange
+    weights on the way; one that is left without has a batch in which no target counts (all -1).
     """
     starts = np.linspace(0, len(file.tokens) - file.block_size - 1, n_sequences).astype(np.int64)
-    for first in range(rank * batch_size, n_sequences, world_size * batch_size):
-        tokens, targets = to_batch(file.windows(starts[first : first + batch_size]), device)
+    for first in range(0, n_sequences, world_size * batch_size):
+        mine = starts[first + rank * batch_size :][:batch_size]
+        windows = file.windows(mine if len(mine) else starts[:batch_size])
+        tokens, targets = to_batch(windows, device)
+        if not len(mine):
+            targets.fill_(-1)
         yield tokens.to(device, non_blocking=True), targets.to(device, non_blocking=True)
 
 

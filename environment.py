@@ -65,9 +65,10 @@ PEAK_FLOPS = {
 }
 
 
-def choose_device(name: str = "auto") -> "torch.device":
+def choose_device(name: str = "auto", local_rank: int | None = None) -> "torch.device":
     """The device called `name`, or for "auto" the best there is: cuda, then mps, then cpu.
 
+    One of several processes on a machine gets the GPU with the number of its `local_rank`.
     Raises ValueError when the name is unknown or the device is not there.
     """
     if name == "auto":
@@ -75,9 +76,18 @@ def choose_device(name: str = "auto") -> "torch.device":
             name = "cuda"
         else:
             name = "mps" if torch.backends.mps.is_available() else "cpu"
-    kind = name.partition(":")[0]
+    kind, _, index = name.partition(":")
     if kind not in ("cpu", "cuda", "mps"):
         raise ValueError(f"unknown device {name!r}: use auto, cpu, cuda, cuda:N or mps")
+    if local_rank is not None and kind != "cpu":
+        if index or kind == "mps":
+            raise ValueError(f"device={name} cannot be shared by several processes: use cuda")
+        if local_rank >= torch.cuda.device_count():
+            raise ValueError(
+                f"process {local_rank} of this machine has no GPU, there are "
+                f"{torch.cuda.device_count()}: use a smaller --nproc_per_node"
+            )
+        name = f"cuda:{local_rank}"
     try:
         device = torch.device(name)
         torch.empty(0, device=device)

@@ -203,6 +203,8 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
+    checkpointing = "none"  # one of CHECKPOINTING: what backward recomputes, to save memory
+
     def __init__(self, config: GPTConfig):
         super().__init__()
         self.attention_norm = RMSNorm(config.n_embd, config.norm_eps)
@@ -212,6 +214,16 @@ class Block(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], *cached) -> Tensor:
+        if self.checkpointing == "none" or not torch.is_grad_enabled():
+            return self.compute(x, rope, *cached)
+        contexts = checkpoint.noop_context_fn
+        if self.checkpointing == "selective":
+            contexts = partial(checkpoint.create_selective_checkpoint_contexts, keep_attention)
+        return checkpoint.checkpoint(
+            self.compute, x, rope, use_reentrant=False, context_fn=contexts
+        )
+
+    def compute(self, x: Tensor, rope: tuple[Tensor, Tensor], *cached) -> Tensor:
         x = x + self.dropout(self.attention(self.attention_norm(x), rope, *cached))
         return x + self.dropout(self.mlp(self.mlp_norm(x)))
 
@@ -232,8 +244,6 @@ def keep_attention(context, op, *args, **kwargs) -> checkpoint.CheckpointPolicy:
 
 
 class GPT(nn.Module):
-    activation_checkpointing = "none"  # one of CHECKPOINTING: memory for recomputation
-
     def __init__(self, config: GPTConfig):
         super().__init__()
         self.config = config
@@ -294,12 +304,7 @@ class GPT(nn.Module):
             x = x.bfloat16()  # the residual stream too: half the memory traffic between matmuls
         x = self.dropout(x)
         for layer, block in enumerate(self.blocks):
-            if cache is not None:
-                x = block(x, rope, cache, layer, positions)
-            elif self.activation_checkpointing == "none" or not torch.is_grad_enabled():
-                x = block(x, rope)
-            else:
-                x = self.checkpointed(block, x, rope)
+            x = block(x, rope) if cache is None else block(x, rope, cache, layer, positions)
         x = self.final_norm(x)
         if targets is not None:
             return linear_cross_entropy(x.flatten(0, 1), self.lm_head.weight, targets.flatten())
@@ -308,12 +313,10 @@ class GPT(nn.Module):
             x = x[:, -1:]
         return self.lm_head(x)
 
-    def checkpointed(self, block: Block, x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
-        """`block(x, rope)`, of which backward recomputes what activation_checkpointing says."""
-        if self.activation_checkpointing == "block":
-            return checkpoint.checkpoint(block, x, rope, use_reentrant=False)
-        contexts = partial(checkpoint.create_selective_checkpoint_contexts, keep_attention)
-        return checkpoint.checkpoint(block, x, rope, use_reentrant=False, context_fn=contexts)
+    def use_activation_checkpointing(self, kind: str) -> None:
+        """Which of CHECKPOINTING to do; decide before compiling."""
+        for block in self.blocks:
+            block.checkpointing = kind
 
     def use_cudnn_attention(self, use: bool) -> None:
         """Whether training and evaluation call cuDNN's attention; decide before compiling."""

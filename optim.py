@@ -4,7 +4,9 @@ import math
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+
+from distributed import divide_like
 
 SCHEDULES = ("cosine", "wsd")
 
@@ -26,9 +28,25 @@ def load_moments(optimizer: torch.optim.AdamW, state: dict[str, Any]) -> None:
     settings = [
         {k: group[k] for k in ("betas", "weight_decay")} for group in optimizer.param_groups
     ]
-    optimizer.load_state_dict(state)
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    moments = {
+        i: {k: v if v.dim() == 0 else divide_like(v, parameters[i]) for k, v in values.items()}
+        for i, values in state["state"].items()
+    }
+    optimizer.load_state_dict(state | {"state": moments})
     for group, today in zip(optimizer.param_groups, settings, strict=True):
         group.update(today)
+
+
+def allocate_gradients(model: nn.Module) -> Tensor:
+    """Give every parameter its .grad, all in one flat tensor, which is returned."""
+    parameters = list(model.parameters())
+    flat = torch.zeros(sum(p.numel() for p in parameters), device=parameters[0].device)
+    for parameter, part in zip(
+        parameters, flat.split([p.numel() for p in parameters]), strict=True
+    ):
+        parameter.grad = part.view_as(parameter)
+    return flat
 
 
 def allocate_state(optimizer: torch.optim.AdamW) -> None:

@@ -11,21 +11,22 @@ from typing import Any
 class RunLog:
     """Lines and a progress bar on the terminal, one JSON object per entry in metrics.jsonl.
 
-    With eval_only, metrics.jsonl stays as it is.
+    With eval_only, metrics.jsonl stays as it is. With `quiet` (all processes of a run but the
+    first) nothing is shown or written.
     On resume, entries from `start_iter` on (made after the checkpoint was saved) are dropped, so
     that there is one entry per iteration however often a run is stopped.
     """
 
-    def __init__(self, out_dir: Path, config: dict[str, Any], start_iter: int):
-        self.path = out_dir / "metrics.jsonl"
-        self.keeps_metrics = not config["eval_only"]
+    def __init__(self, out_dir: Path, config: dict[str, Any], start_iter: int, quiet: bool = False):
+        self.path, self.quiet = out_dir / "metrics.jsonl", quiet
+        self.keeps_metrics = not config["eval_only"] and not quiet
         if self.keeps_metrics:
             kept = [entry for entry in read_metrics(self.path) if entry["iter"] < start_iter]
             temporary = self.path.with_suffix(".tmp")
             temporary.write_text("".join(json.dumps(e) + "\n" for e in kept), encoding="utf-8")
             os.replace(temporary, self.path)
         self.bar = None
-        if sys.stdout.isatty():
+        if sys.stdout.isatty() and not quiet:
             try:
                 from tqdm import tqdm
 
@@ -34,7 +35,9 @@ class RunLog:
                 )
             except ImportError:
                 pass  # plain lines do
-        self.wandb = self.start_wandb(out_dir, config) if config["wandb_log"] else None
+        self.wandb = (
+            self.start_wandb(out_dir, config) if config["wandb_log"] and not quiet else None
+        )
 
     def start_wandb(self, out_dir: Path, config: dict[str, Any]) -> Any:
         """The wandb run, the same one after a resume; None if wandb fails, which stops nothing."""
@@ -61,7 +64,7 @@ class RunLog:
         """Print a line, above the progress bar where there is one."""
         if self.bar is not None:
             self.bar.write(text)
-        else:
+        elif not self.quiet:
             print(text, flush=True)
 
     def step(self, entry: dict[str, Any]) -> None:

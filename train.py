@@ -2,6 +2,7 @@
 
     python train.py config/train_shakespeare_char.py --batch_size=32
     python train.py config/train_shakespeare_char.py --init_from=resume
+    torchrun --standalone --nproc_per_node=8 train.py config/train_gpt2.py
     python train.py --help
 
 The settings below are those for GPT-2 (124M) on OpenWebText; a config file and `--key=value`
@@ -22,11 +23,19 @@ import environment  # before torch: it sets the CUDA allocator's variable
 import torch
 
 import checkpoint
+import distributed
 import memory
 from configurator import configure, read_settings, resolve
 from dataloader import DataLoader, TokenFile, read_meta, validation_batches
 from model import CHECKPOINTING, GPT, GPTConfig
-from optim import SCHEDULES, allocate_state, build_optimizer, learning_rate_at, load_moments
+from optim import (
+    SCHEDULES,
+    allocate_gradients,
+    allocate_state,
+    build_optimizer,
+    learning_rate_at,
+    load_moments,
+)
 from profiling import Profiler
 from runlog import RunLog
 from tokenizer import from_meta
@@ -81,6 +90,8 @@ dtype = "auto"  # auto, float32, bfloat16, float16: what matrix products are com
 compile = True  # torch.compile the model; falls back with a line that says why
 compile_mode = "default"  # default, reduce-overhead, max-autotune, max-autotune-no-cudagraphs
 activation_checkpointing = "none"  # none, selective (all but attention) or block: less memory
+parallel = "ddp"  # several processes: ddp, or fsdp to divide a model too large for one GPU
+backend = "auto"  # between processes: auto, nccl, gloo
 profile = False  # write out_dir/trace.json of a few steps
 memory_snapshot = False  # write out_dir/memory.pickle, the GPU memory's history in a few steps
 
@@ -88,13 +99,13 @@ config = configure(globals())
 
 # -----------------------------------------------------------------------------
 # check the settings before anything takes time
-if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-    raise ValueError("several processes are not supported yet: run python train.py, not torchrun")
 for key, choices in (
     ("init_from", ("scratch", "resume")),
     ("lr_schedule", SCHEDULES),
     ("compile_mode", environment.COMPILE_MODES),
     ("activation_checkpointing", CHECKPOINTING),
+    ("parallel", distributed.ENGINES),
+    ("backend", distributed.BACKENDS),
 ):
     if config[key] not in choices:
         raise ValueError(f"unknown {key}={config[key]!r}: use {', '.join(choices)}")
@@ -107,12 +118,32 @@ if isinstance(batch_size, str):
 for key in ("batch_size", "gradient_accumulation_steps", "eval_iters", "log_interval"):
     if config[key] < 1:
         raise ValueError(f"{key}={config[key]} must be at least 1")
-checkpoint.make_folder(Path(out_dir))
+rank, local_rank, world_size = distributed.place()
+master, fsdp = rank == 0, parallel == "fsdp" and world_size > 1
+if gradient_accumulation_steps % world_size:
+    below = gradient_accumulation_steps // world_size * world_size
+    raise ValueError(
+        f"gradient_accumulation_steps={gradient_accumulation_steps} counts the micro-batches of "
+        f"all {world_size} processes, so it must be a multiple of {world_size}: use "
+        + " or ".join(str(n) for n in (below, below + world_size) if n)
+    )
 ckpt_path, best_path = Path(out_dir, "ckpt.pt"), Path(out_dir, "best.pt")
+if master:
+    checkpoint.make_folder(Path(out_dir))
+if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) and ckpt_path.exists():
+    init_from = config["init_from"] = "resume"  # torchrun starts all anew after one has died
 
-device = environment.choose_device(device)
+device = environment.choose_device(device, local_rank if world_size > 1 else None)
 dtype = environment.choose_dtype(dtype, device)
-available_gib = environment.available_memory_gib(device)
+cuda_graphs = compile and compile_mode in environment.GRAPH_MODES and device.type == "cuda"
+if fsdp and (cuda_graphs or auto_batch or dtype == torch.float16):
+    raise ValueError(
+        "parallel=fsdp exchanges weights inside a step, which CUDA graphs, batch_size=auto and "
+        "float16's loss scaling do not allow: use compile_mode=default (or "
+        "max-autotune-no-cudagraphs), a batch_size and dtype=bfloat16, or parallel=ddp"
+    )
+distributed.start(device, backend, config)
+available_gib = distributed.smallest(environment.available_memory_gib(device))
 if auto_batch and available_gib == math.inf:
     raise ValueError(f"batch_size=auto needs a CUDA device, not {device}")
 amp = environment.autocast(device, dtype)
@@ -137,46 +168,50 @@ train_file, val_file = (
 model_config = GPTConfig.from_settings(config, vocab_size)
 raw_model = GPT(model_config).to(device)
 raw_model.use_cudnn_attention(environment.cudnn_attention(device, dtype, model_config.head_dim))
-optimizer = build_optimizer(raw_model, learning_rate, (beta1, beta2), weight_decay)
-scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
-iter_num, best_val_loss, data_offset = 0, math.inf, 0
-sequences_per_iter = batch_size * gradient_accumulation_steps
-eval_sequences = eval_iters * batch_size
-tokens_per_iter = sequences_per_iter * block_size
-if init_from == "resume":
-    saved = checkpoint.load(ckpt_path)
+n_params, flops_per_token = raw_model.num_params(), raw_model.flops_per_token()
+saved = checkpoint.load(ckpt_path) if init_from == "resume" else None
+if saved:
     checkpoint.check_same_model(
         saved["model_config"] | {"tokenizer": saved["tokenizer"]},
         raw_model.settings() | {"tokenizer": tokenizer_meta},
         ckpt_path,
     )
     raw_model.load_state_dict(saved["model"])
+if fsdp:
+    distributed.shard(raw_model, device, dtype)
+optimizer = build_optimizer(raw_model, learning_rate, (beta1, beta2), weight_decay)
+scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
+iter_num, best_val_loss, data_offset = 0, math.inf, 0
+sequences_per_iter = batch_size * gradient_accumulation_steps
+eval_sequences = eval_iters * batch_size
+tokens_per_iter = sequences_per_iter * block_size
+if saved:
     load_moments(optimizer, saved["optimizer"])
     scaler.load_state_dict(saved["scaler"])
-    checkpoint.set_random_state(saved["random_state"], device)
     iter_num, best_val_loss = saved["iter_num"], saved["best_val_loss"]
     # no sequence twice, even if the global batch is another now
     data_offset = saved["sequences"] - iter_num * sequences_per_iter
     del saved
-elif not eval_only:
+elif master and not eval_only:
     checkpoint.set_aside(Path(out_dir))
 allocate_state(optimizer)
 
 # raw_model stays what is saved, sampled and counted: no "_orig_mod." in any name
 obstacle = environment.compile_obstacle(device) if compile else "compile=False"
-cuda_graphs = device.type == "cuda" and not obstacle and compile_mode in environment.GRAPH_MODES
-if cuda_graphs:
-    # A graph's backward writes its gradients to memory that its next replay overwrites. So .grad
-    # is our own, allocated once, added to, and zeroed in place. (Marking steps or cloning
-    # activations, the usual advice, does not help.)
-    for parameter in raw_model.parameters():
-        parameter.grad = torch.zeros_like(parameter)
+cuda_graphs = cuda_graphs and not obstacle
+# A CUDA graph's backward writes its gradients to memory that its next replay overwrites. So .grad
+# is our own, allocated once, added to, and zeroed in place. (Marking steps or cloning activations,
+# the usual advice, does not help.) Several processes sum the same flat tensor.
+own_gradients = cuda_graphs or (world_size > 1 and not fsdp)
+if own_gradients:
+    flat_gradient = allocate_gradients(raw_model)
 
-log = RunLog(Path(out_dir), config, iter_num)
-n_params = raw_model.num_params()
-flops_per_iter = raw_model.flops_per_token() * tokens_per_iter
+log = RunLog(Path(out_dir), config, iter_num, quiet=not master)
+flops_per_iter = flops_per_token * tokens_per_iter
 peak_flops = environment.peak_flops(device, dtype)
 log.line(environment.summary(device, dtype, obstacle, compile_mode))
+if world_size > 1:
+    log.line(f"{world_size} processes, {parallel}")
 log.line(f"model {n_params:,} parameters, vocabulary {data_vocab} of {vocab_size}")
 log.line(f"data {data_dir}, {len(train_file.tokens):,} tokens, {tokens_per_iter:,} per iteration")
 if "unigram_entropy" in meta:
@@ -200,32 +235,37 @@ def evaluate(file: TokenFile) -> float:
     """Mean loss over the fixed windows of `file`, through the same (compiled) model as training."""
     model.eval()
     total, count = torch.zeros((), device=device), -(-eval_sequences // batch_size)
-    for tokens, targets in validation_batches(file, batch_size, count * batch_size, device):
+    batches = validation_batches(file, batch_size, count * batch_size, device, rank, world_size)
+    for tokens, targets in batches:
         with amp:
             total += model(tokens, targets)  # into our own tensor: a graph's output does not last
     model.train()
+    distributed.add_up(total)
     return total.item() / count
 
 
 def try_step(size: int, checkpointing: str) -> None:
     """All that can run out of memory, with micro-batches of `size` sequences; leaves no trace."""
     global model
-    raw_model.activation_checkpointing = checkpointing
+    raw_model.use_activation_checkpointing(checkpointing)
+    model = raw_model
     # dynamic=False: another shape would otherwise be compiled for all shapes, and be slow
-    model = raw_model if obstacle else torch.compile(raw_model, mode=compile_mode, dynamic=False)
-    random_state = checkpoint.random_state(device)
+    if not obstacle and fsdp:  # a block at a time, between the exchanges of weights
+        for block in raw_model.blocks:
+            block.forward = torch.compile(block.forward, mode=compile_mode, dynamic=False)
+    elif not obstacle:
+        model = torch.compile(raw_model, mode=compile_mode, dynamic=False)
     tokens = torch.zeros(size, block_size, dtype=torch.int64, device=device)
     targets = torch.zeros_like(tokens)  # not `tokens` again: code compiled for that is of no use
     try:
-        for _ in range(3 if cuda_graphs else min(2, sequences_per_iter // size)):
+        for _ in range(3 if cuda_graphs else min(2, sequences_per_process // size)):
             micro_step(tokens, targets)  # a graph runs once to warm up, is recorded, then replayed
         if eval_interval or eval_only:
             with torch.no_grad(), amp:
                 model.eval()(tokens, targets)
     finally:
         model.train()
-        optimizer.zero_grad(set_to_none=not cuda_graphs)
-        checkpoint.set_random_state(random_state, device)
+        optimizer.zero_grad(set_to_none=not own_gradients)
 
 
 def print_sample() -> None:
@@ -234,7 +274,7 @@ def print_sample() -> None:
     prompt = torch.from_numpy(val_file.tokens[:8].astype("int64"))[None].to(device)
     generator = torch.Generator(device).manual_seed(seed)
     raw_model.eval()
-    with amp:
+    with amp, torch.compiler.set_stance("force_eager"):
         out = raw_model.generate(
             prompt, 100, temperature=0.8, top_k=200, vocab_size=data_vocab, generator=generator
         )
@@ -245,12 +285,14 @@ def print_sample() -> None:
 
 def save(path: Path, content: dict) -> bool:
     """Write a checkpoint; if that fails, keep the old one, say so, and go on training."""
+    failed, content = False, distributed.gather(content)
     try:
-        checkpoint.save(path, content)
-        return True
+        if master:
+            checkpoint.save(path, content)
     except (OSError, RuntimeError) as error:
         log.line(f"warning: {path} was not saved, the last good one is kept: {error}")
-        return False
+        failed = True
+    return not distributed.any_of(failed)
 
 
 def weights() -> dict:
@@ -270,7 +312,6 @@ def training_state() -> dict:
     return weights() | {
         "optimizer": optimizer.state_dict(),
         "scaler": scaler.state_dict(),
-        "random_state": checkpoint.random_state(device),
         "sequences": loader.position(iter_num),
     }
 
@@ -285,31 +326,43 @@ def stop_if_not_finite(losses: dict[str, float]) -> None:
 
 
 def request_stop(signum: int, frame: object) -> None:
-    """First signal: stop after this step. Second: at once."""
+    """First signal: stop after this step. Second: at once (torchrun passes on several itself)."""
     global stop_requested
     stop_requested = True
-    signal.signal(signum, signal.default_int_handler)
-    os.write(1, b"\nstopping after this step and saving; once more stops at once\n")
+    signal.signal(signum, signal.default_int_handler if world_size == 1 else signal.SIG_IGN)
+    if master:
+        again = b"; once more stops at once" if world_size == 1 else b""
+        os.write(1, b"\nstopping after this step and saving" + again + b"\n")
 
 
 tokenizer = from_meta(tokenizer_meta) if sample_interval else None
-profiler = Profiler(Path(out_dir), profile, memory_snapshot, device)
-stop_requested, saved_iter = False, None
+profiler = Profiler(Path(out_dir), profile and master, memory_snapshot and master, device)
+stop_requested, stopping, saved_iter = False, False, None
 for signum in (signal.SIGINT, signal.SIGTERM):
     signal.signal(signum, request_stop)
 
 # -----------------------------------------------------------------------------
 # find out whether a step fits into memory, and split it further if not: the same global batch,
 # the same data, the same loss curve
+sequences_per_process = sequences_per_iter // world_size
 splits = memory.splits_to_try(
     model_config,
     n_params,
-    sequences_per_iter,
+    sequences_per_process,
     None if auto_batch else batch_size,
     activation_checkpointing,
     available_gib,
 )
-fitting = memory.fit_batch(try_step, splits)
+if fsdp:  # one process that fails leaves the others waiting: no second try
+    splits = [(batch_size, activation_checkpointing)]
+fitting = memory.fit_batch(
+    try_step, splits, lambda failed: failed if fsdp else distributed.any_of(failed)
+)
+if fitting is None and fsdp:
+    raise ValueError(
+        f"out of memory: use a smaller --batch_size, such as {max(1, batch_size // 2)}, with "
+        "--gradient_accumulation_steps so much larger, or --activation_checkpointing=block"
+    )
 if fitting is None:
     components = memory.estimate(model_config, n_params, 1, "block", sequences_per_iter > 1)
     raise ValueError(
@@ -326,7 +379,14 @@ if fitting != (batch_size, activation_checkpointing):
         "the same global batch; these flags make it permanent"
     )
 loader = DataLoader(
-    train_file, batch_size, gradient_accumulation_steps, seed, device, offset=data_offset
+    train_file,
+    batch_size,
+    gradient_accumulation_steps,
+    seed,
+    device,
+    rank,
+    world_size,
+    data_offset,
 )
 
 # -----------------------------------------------------------------------------
@@ -344,11 +404,13 @@ while True:
     # ---- evaluate and save --------------------------------------------------
     finished = iter_num >= max_iters
     due = eval_only or (eval_interval > 0 and (iter_num % eval_interval == 0 or finished))
-    if due and not stop_requested:
+    if due and not stopping:
+        began = time.perf_counter()
         losses = {"train_loss": evaluate(train_file), "val_loss": evaluate(val_file)}
         stop_if_not_finite(losses)
         better = losses["val_loss"] < best_val_loss
-        log.evaluation({"iter": iter_num} | losses, " (best so far)" if better else "")
+        note = f" | {time.perf_counter() - began:5.1f} s" + (" | best so far" if better else "")
+        log.evaluation({"iter": iter_num} | losses, note)
         best_val_loss = min(best_val_loss, losses["val_loss"])
         if eval_only:
             break
@@ -361,26 +423,32 @@ while True:
     if sample_interval and iter_num % sample_interval == 0 and iter_num > 0:
         print_sample()
         logged_at, logged_iter = time.perf_counter(), iter_num
-    if finished or stop_requested:
+    if finished or stopping:
         break
 
     # ---- micro-steps --------------------------------------------------------
+    torch.manual_seed(hash((seed, iter_num, rank)))  # dropout too does not depend on a resume
     loss.zero_()
-    for _ in range(gradient_accumulation_steps):
+    for _ in range(gradient_accumulation_steps // world_size):
         loss += micro_step(tokens, targets)
         tokens, targets = next(micro_batches)  # now, while the device is busy with this one
 
     # ---- clip and step ------------------------------------------------------
+    if own_gradients:
+        distributed.add_up(flat_gradient)
     scaler.unscale_(optimizer)
     grad_norm = torch.nn.utils.clip_grad_norm_(raw_model.parameters(), grad_clip or math.inf)
+    grad_norm = distributed.full(grad_norm)
     if not scaler.is_enabled():  # a gradient that is not finite never reaches the weights
         optimizer.found_inf = (~grad_norm.isfinite()).float()
     scaler.step(optimizer)
     scaler.update()
-    optimizer.zero_grad(set_to_none=not cuda_graphs)
+    optimizer.zero_grad(set_to_none=not own_gradients)
+    stopping = distributed.any_of(stop_requested)
 
     # ---- log ----------------------------------------------------------------
     if iter_num % log_interval == 0 or iter_num + 1 == max_iters:
+        distributed.add_up(loss)
         loss_now = loss.item()  # waits for the device
         seconds = (time.perf_counter() - logged_at) / (iter_num + 1 - logged_iter)
         logged_at, logged_iter = time.perf_counter(), iter_num + 1
@@ -402,16 +470,17 @@ while True:
         log.line(written)
 
 # -----------------------------------------------------------------------------
-if eval_only:
-    log.close()
-    sys.exit()
-if saved_iter != iter_num and not save(ckpt_path, training_state()):
-    raise SystemExit(f"error: the last checkpoint at iteration {iter_num} was not saved")
+saved_last = eval_only or saved_iter == iter_num or save(ckpt_path, training_state())
 log.close()
-command = [argument for argument in sys.argv[1:] if not argument.startswith("--init_from=")]
-if stop_requested:
+distributed.stop()
+if not saved_last:
+    raise SystemExit(f"error: the last checkpoint at iteration {iter_num} was not saved")
+if eval_only or not master:
+    sys.exit()
+if stopping:
+    command = [argument for argument in sys.argv[1:] if not argument.startswith("--init_from=")]
     print(f"stopped at iteration {iter_num}, saved {ckpt_path}; to go on:")
-    print(f"  {shlex.join(['python', sys.argv[0], *command, '--init_from=resume'])}")
+    print(f"  {shlex.join([*distributed.launcher(), sys.argv[0], *command, '--init_from=resume'])}")
 else:
     print(f"finished at iteration {iter_num}, best val loss {best_val_loss:.4f}; to see samples:")
     print(f"  python sample.py --out_dir={out_dir}")

@@ -135,14 +135,6 @@ def test_differing_architecture_names_the_keys(tmp_path):
     checkpoint.check_same_model(saved, {"n_layer": 2, "n_head": 4, "dropout": 0.5}, tmp_path)
 
 
-def test_random_state_round_trip():
-    device = torch.device("cpu")
-    state = checkpoint.random_state(device)
-    first = torch.rand(3)
-    checkpoint.set_random_state(state, device)
-    assert torch.equal(torch.rand(3), first)
-
-
 def test_earlier_run_is_moved_aside_not_overwritten(tmp_path, capsys):
     checkpoint.set_aside(tmp_path)
     assert capsys.readouterr().out == "" and not list(tmp_path.iterdir())

@@ -366,7 +366,7 @@ def test_activation_checkpointing_changes_no_number(kind):
         return [loss.detach(), *(p.grad.clone() for p in model.parameters())]
 
     expected = loss_and_gradients()
-    model.activation_checkpointing = kind
+    model.use_activation_checkpointing(kind)
     for found, wanted in zip(loss_and_gradients(), expected, strict=True):
         assert torch.equal(found, wanted)
 
@@ -388,7 +388,7 @@ def test_activation_checkpointing_recomputes_what_it_says():
     seen = {}
     for kind in ("none", "selective", "block"):
         model = tiny(n_layer=3)
-        model.activation_checkpointing = kind
+        model.use_activation_checkpointing(kind)
         with Count() as count:
             model(tokens_for(model), tokens_for(model)).backward()
         seen[kind] = count.counts

@@ -1,0 +1,150 @@
+"""Several processes, one per GPU, as torchrun starts them: who does what, and what they exchange.
+
+All processes call these functions at the same points. A process on its own pays nothing for them.
+
+ddp: every process holds the whole model; gradients lie in one flat tensor, summed by one all-reduce
+after the last micro-step. So the model stays one compiled graph, CUDA graphs keep working, and
+nothing is exchanged before (DistributedDataParallel cuts the graph into buckets).
+fsdp: PyTorch's FSDP2; every process holds its share of weights, gradients and optimizer state.
+"""
+
+import os
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+ENGINES = ("ddp", "fsdp")
+BACKENDS = ("auto", "nccl", "gloo")
+
+
+def place() -> tuple[int, int, int]:
+    """This process's rank, its rank on this machine, and the number of processes.
+
+    Raises ValueError when torchrun's variables are incomplete or contradict each other.
+    """
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
+    found = {name: os.environ[name] for name in names if name in os.environ}
+    if not found:
+        return 0, 0, 1
+    try:
+        rank, local_rank, world_size = (int(found[name]) for name in names)
+        if 0 <= rank < world_size and 0 <= local_rank:
+            return rank, local_rank, world_size
+    except (KeyError, ValueError):
+        pass
+    shown = ", ".join(f"{name}={found.get(name, '(not set)')}" for name in names)
+    raise ValueError(
+        f"{shown} do not describe a process: start several with torchrun, or unset them for one"
+    )
+
+
+def start(device: torch.device, backend: str, config: dict[str, Any]) -> None:
+    """Join the other processes, if there are any, and see that all have the same settings."""
+    rank, _, world_size = place()
+    if world_size == 1:
+        return
+    if backend == "auto":
+        backend = "nccl" if device.type == "cuda" else "gloo"
+    if backend == "nccl":
+        backend = "cpu:gloo,cuda:nccl"  # small things are exchanged without waiting for the GPU
+    try:
+        dist.init_process_group(backend)
+    except (ValueError, RuntimeError) as error:
+        reason = str(error).splitlines()[0]
+        raise ValueError(f"cannot join {world_size} processes with {backend}: {reason}") from None
+    configs: list[Any] = [None] * world_size
+    dist.all_gather_object(configs, config)
+    differing = [key for key in config if any(c.get(key) != config[key] for c in configs)]
+    if differing:
+        listed = "; ".join(f"{key} is {[c.get(key) for c in configs]}" for key in differing)
+        raise ValueError(f"the processes have different settings: {listed}")
+
+
+def launcher() -> list[str]:
+    """The beginning of the command that started this process."""
+    world_size = place()[2]
+    if world_size == 1:
+        return ["python"]
+    local = os.environ.get("LOCAL_WORLD_SIZE", str(world_size))
+    if int(local) < world_size:
+        return ["torchrun", "..."]
+    return ["torchrun", "--standalone", f"--nproc_per_node={local}"]
+
+
+def stop() -> None:
+    """Leave the other processes."""
+    if dist.is_initialized():
+        dist.barrier()  # none leaves while another still waits for it
+        dist.destroy_process_group()
+
+
+def add_up(tensor: Tensor) -> None:
+    """Replace `tensor` by its sum over all processes."""
+    if dist.is_initialized():
+        dist.all_reduce(tensor)
+
+
+def any_of(flag: bool) -> bool:
+    """Whether `flag` is true on any process."""
+    if not dist.is_initialized():
+        return flag
+    found = torch.tensor(int(flag))
+    dist.all_reduce(found, op=dist.ReduceOp.MAX)
+    return bool(found)
+
+
+def smallest(value: float) -> float:
+    """The smallest `value` of any process."""
+    if not dist.is_initialized():
+        return value
+    found = torch.tensor(value)
+    dist.all_reduce(found, op=dist.ReduceOp.MIN)
+    return float(found)
+
+
+def shard(model: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
+    """Divide `model` among all processes, block by block, in place (FSDP2).
+
+    Products run in `dtype`, gradients are summed in float32, as without it.
+    """
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    policy = MixedPrecisionPolicy(
+        param_dtype=None if dtype == torch.float32 else dtype,
+        reduce_dtype=torch.float32,
+        cast_forward_inputs=False,  # the rotary tables stay in float32
+    )
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    for module in (*model.blocks, model):
+        fully_shard(module, mesh=mesh, mp_policy=policy)
+        module.set_gradient_divide_factor(1.0)  # a sum: losses are divided already
+        module.set_force_sum_reduction_for_comms(True)  # gloo has no other
+
+
+def full(tensor: Tensor) -> Tensor:
+    """A tensor that may be divided among the processes, whole."""
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def gather(state: Any) -> Any:
+    """`state` with every divided tensor whole on the first process's CPU, one after the other; the
+    other processes get None in their places."""
+    if isinstance(state, dict):
+        return {key: gather(value) for key, value in state.items()}
+    if hasattr(state, "full_tensor"):
+        whole = state.full_tensor()
+        return whole.cpu() if dist.get_rank() == 0 else None
+    return state
+
+
+def divide_like(tensor: Tensor, parameter: Tensor) -> Tensor:
+    """The whole `tensor`, divided among the processes as `parameter` is."""
+    if not hasattr(parameter, "full_tensor"):
+        return tensor
+    from torch.distributed.tensor import distribute_tensor
+
+    mesh, placements = parameter.device_mesh, parameter.placements
+    return distribute_tensor(tensor.to(parameter.device), mesh, placements, src_data_rank=None)

@@ -1,0 +1,319 @@
+"""Several processes on one machine, over gloo: the same numbers, the same files, and faults."""
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import ROOT, TINY
+
+import checkpoint
+import distributed
+from dataloader import TokenFile, validation_batches
+from runlog import read_metrics
+
+# Five evaluation batches do not divide by two.
+SETTINGS = [*TINY, "--gradient_accumulation_steps=4", "--eval_iters=5", "--max_iters=20"]
+ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return found.getsockname()[1]
+
+
+@pytest.fixture
+def launch(sums):
+    """`launch(2, out, "--key=value")`: train.py as 2 processes; returns their outputs when all
+    have ended. `differing` gives each process arguments of its own, `code` replaces train.py."""
+    running = []
+
+    def launch_processes(n, out, *arguments, differing=None, code=None, fails=False):
+        port = free_port()
+        for rank in range(n):
+            variables = {
+                "RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": n, "LOCAL_WORLD_SIZE": n,
+                "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port,
+            } if n > 1 else {}  # fmt: skip
+            own = [differing[rank]] if differing else []
+            running.append(
+                subprocess.Popen(
+                    [sys.executable, *(("-c", code) if code else (ROOT / "train.py",)), *SETTINGS,
+                     f"--dataset={sums}", f"--out_dir={out}", *arguments, *own],
+                    stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT,
+                    env=ENVIRONMENT | {name: str(value) for name, value in variables.items()},
+                )
+            )  # fmt: skip
+        shown = [process.communicate(timeout=100)[0] for process in running[-n:]]
+        failed = [process.returncode != 0 for process in running[-n:]]
+        assert failed == [fails] * n, "\n".join(shown)
+        return shown
+
+    yield launch_processes
+    for process in running:
+        process.kill()
+
+
+@pytest.fixture
+def torchrun(sums):
+    """Start torchrun with its own options and train.py's; a Popen."""
+    running = []
+
+    def start(out, *arguments, options=("--standalone", "--nproc_per_node=2")):
+        command = [sys.executable, "-m", "torch.distributed.run", *options, ROOT / "train.py"]
+        command += [*SETTINGS, f"--dataset={sums}", f"--out_dir={out}", *arguments]
+        running.append(
+            subprocess.Popen(
+                command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT,
+                env=ENVIRONMENT,
+            )
+        )  # fmt: skip
+        return running[-1]
+
+    yield start
+    for process in running:
+        for worker in workers(process):
+            os.kill(worker, signal.SIGKILL)
+        process.kill()
+
+
+def workers(process) -> list[int]:
+    """The processes that torchrun has started, by rank."""
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+    try:
+        return [int(pid) for pid in children.read_text().split()]
+    except OSError:
+        return []
+
+
+def wait_for(condition, seconds=60):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "waited in vain"
+        time.sleep(0.05)
+
+
+def entries(out, key):
+    return [entry[key] for entry in read_metrics(out / "metrics.jsonl") if key in entry]
+
+
+@pytest.fixture(scope="module")
+def alone(sums, tmp_path_factory):
+    """The folder of a run of one process, with which all others are compared."""
+    out = tmp_path_factory.mktemp("alone")
+    command = [sys.executable, ROOT / "train.py", *SETTINGS, f"--dataset={sums}"]
+    subprocess.run([*command, f"--out_dir={out}"], cwd=ROOT, env=ENVIRONMENT, check=True)
+    return out
+
+
+def assert_same_curve(out, alone):
+    assert entries(out, "loss") == pytest.approx(entries(alone, "loss"), abs=1e-6)
+    for key in ("train_loss", "val_loss"):
+        assert entries(out, key) == pytest.approx(entries(alone, key), abs=1e-6)
+
+
+# ---- one loss curve ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("processes", "arguments"),
+    [
+        (2, []),
+        (4, []),
+        (2, ["--parallel=fsdp"]),
+        (2, ["--parallel=fsdp", "--batch_size=2", "--gradient_accumulation_steps=8",
+             "--eval_iters=10", "--activation_checkpointing=block"]),
+    ],
+    ids=["ddp-2", "ddp-4", "fsdp-2", "fsdp-2-split-checkpointed"],
+)  # fmt: skip
+def test_f21_f23_f26_the_loss_curve_does_not_depend_on_the_processes(
+    launch, alone, tmp_path, processes, arguments
+):
+    """Fails if a process's gradient, loss, evaluation or data are its own only."""
+    first, *others = launch(processes, tmp_path, *arguments)
+    assert_same_curve(tmp_path, alone)
+    assert "val loss" in first and not any("loss" in shown for shown in others)
+
+
+def test_f22_f28_checkpoints_do_not_know_the_processes(launch, alone, run, tmp_path):
+    """2 with FSDP, then 1, then 2 with DDP, then 2 with FSDP: the curve of an undisturbed run."""
+    launch(2, tmp_path, "--parallel=fsdp", "--max_iters=5")
+    launch(1, tmp_path, "--init_from=resume", "--max_iters=10")
+    launch(2, tmp_path, "--init_from=resume", "--max_iters=15")
+    launch(2, tmp_path, "--init_from=resume", "--parallel=fsdp")
+    assert entries(tmp_path, "loss") == pytest.approx(entries(alone, "loss"), abs=1e-6)
+    ours, theirs = (checkpoint.load(out / "ckpt.pt") for out in (tmp_path, alone))
+    assert ours.keys() == theirs.keys()
+    for name, tensor in theirs["model"].items():
+        assert type(ours["model"][name]) is torch.Tensor
+        torch.testing.assert_close(ours["model"][name], tensor, atol=1e-4, rtol=1e-3)
+    for i, moments in theirs["optimizer"]["state"].items():
+        for name, tensor in moments.items():
+            found = ours["optimizer"]["state"][i][name]
+            torch.testing.assert_close(found, tensor, atol=1e-5, rtol=1e-3)
+    arguments = ["--ckpt=ckpt.pt", "--num_samples=1", "--max_new_tokens=8", "--device=cpu"]
+    assert run("sample.py", f"--out_dir={tmp_path}", *arguments)
+
+
+def test_dropout_differs_between_processes_and_resumes_exactly(launch, tmp_path):
+    for name, stops in (("whole", [8]), ("parts", [3, 8])):
+        for i, stop in enumerate(stops):
+            resume = [f"--init_from={'resume' if i else 'scratch'}"]
+            launch(2, tmp_path / name, "--dropout=0.2", f"--max_iters={stop}", *resume)
+    assert entries(tmp_path / "parts", "loss") == entries(tmp_path / "whole", "loss")
+
+
+def test_f23_every_process_evaluates_equally_many_batches(sums):
+    file = TokenFile(sums / "val.bin", 16, 64)
+    device = torch.device("cpu")
+    whole = [tokens for tokens, _ in validation_batches(file, 2, 10, device)]
+    first, second = (list(validation_batches(file, 2, 10, device, r, 2)) for r in (0, 1))
+    assert len(whole) == 5 and len(first) == len(second) == 3
+    assert torch.equal(torch.cat([b[0] for pair in zip(first, second, strict=True) for b in pair])
+                       [:10], torch.cat(whole))  # fmt: skip
+    assert (second[-1][1] == -1).all() and (first[-1][1] != -1).all()
+
+
+def test_f12_gradients_are_one_flat_tensor_that_zeroing_keeps():
+    from optim import allocate_gradients
+
+    model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Linear(2, 1))
+    flat = allocate_gradients(model)
+    model(torch.ones(1, 3)).sum().backward()
+    assert torch.equal(flat, torch.cat([p.grad.flatten() for p in model.parameters()]))
+    assert flat.abs().sum() > 0
+    torch.optim.SGD(model.parameters()).zero_grad(set_to_none=False)
+    assert flat.abs().sum() == 0 and model[0].weight.grad.data_ptr() == flat.data_ptr()
+
+
+# ---- faults -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("accumulation", "advice"), [(7, "use 6 or 9"), (2, "use 3"), (40, "use 39 or 42")]
+)
+def test_f27_accumulation_names_the_nearest_valid_values(
+    run, sums, tmp_path, monkeypatch, accumulation, advice
+):
+    for name, value in (("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 3)):
+        monkeypatch.setenv(name, str(value))
+    with pytest.raises(ValueError, match=f"must be a multiple of 3: {advice}$"):
+        run("train.py", *TINY, f"--dataset={sums}", f"--out_dir={tmp_path}",
+            f"--gradient_accumulation_steps={accumulation}")  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {"RANK": "1"},
+        {"WORLD_SIZE": "2"},
+        {"RANK": "2", "LOCAL_RANK": "0", "WORLD_SIZE": "2"},
+        {"RANK": "x", "LOCAL_RANK": "0", "WORLD_SIZE": "2"},
+    ],
+)
+def test_wrong_variables_without_torchrun_are_named(monkeypatch, variables):
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match="do not describe a process: start several with torchrun"):
+        distributed.place()
+
+
+@pytest.mark.parametrize("argument", ["--dtype=float16", "--batch_size=auto"])
+def test_what_fsdp_cannot_do_is_refused_with_an_alternative(
+    run, sums, tmp_path, monkeypatch, argument
+):
+    for name, value in (("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 2)):
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setattr("environment.available_memory_gib", lambda device: 1.0)
+    with pytest.raises(ValueError, match="or parallel=ddp"):
+        run("train.py", *TINY, f"--dataset={sums}", f"--out_dir={tmp_path}", "--parallel=fsdp",
+            "--gradient_accumulation_steps=2", argument)  # fmt: skip
+
+
+def test_different_settings_are_detected(launch, tmp_path):
+    shown = launch(
+        2, tmp_path, differing=["--learning_rate=0.1", "--learning_rate=0.2"], fails=True
+    )
+    for i, text in enumerate(shown):
+        assert "error: the processes have different settings: learning_rate is [0.1, 0.2]" in text
+        assert ("rank 1: error" in text) == (i == 1)
+        assert "Traceback" not in text
+
+
+# Process 1 runs out of memory with more than one sequence.
+ONE_RUNS_OUT = """
+import os, runpy, sys, torch
+import environment, model
+forward = model.GPT.forward
+def limited(self, tokens, targets=None, cache=None):
+    if os.environ["RANK"] == "1" and self.training and len(tokens) > 1:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate")
+    return forward(self, tokens, targets, cache)
+model.GPT.forward = limited
+sys.argv[0] = "train.py"
+runpy.run_path("train.py", run_name="__main__")
+"""
+
+
+def test_f15_one_process_out_of_memory_makes_all_split_further(launch, alone, tmp_path):
+    first, _ = launch(2, tmp_path, code=ONE_RUNS_OUT)
+    assert "going on with --batch_size=1 --gradient_accumulation_steps=16" in first
+    assert_same_curve(tmp_path, alone)
+
+
+LONG = ["--max_iters=100000", "--eval_interval=50", "--eval_iters=1"]
+
+
+def test_f31_sigterm_to_torchrun_saves_once(torchrun, launch, tmp_path):
+    process = torchrun(tmp_path, *LONG)
+    wait_for(lambda: len(entries(tmp_path, "loss")) > 20)
+    process.terminate()
+    shown = process.communicate(timeout=60)[0]
+    assert shown.count("stopping after this step and saving\n") == 1
+    (iteration,) = re.findall(r"stopped at iteration (\d+), saved", shown)
+    assert "torchrun --standalone --nproc_per_node=2" in shown and "--init_from=resume" in shown
+    assert checkpoint.load(tmp_path / "ckpt.pt")["iter_num"] == int(iteration)
+    assert max(entries(tmp_path, "iter")) == int(iteration) - 1
+
+
+def test_a_dead_process_ends_the_run_and_max_restarts_resumes_it(torchrun, tmp_path):
+    process = torchrun(
+        tmp_path, *LONG, options=("--standalone", "--nproc_per_node=2", "--max-restarts=1")
+    )
+    wait_for(lambda: (tmp_path / "ckpt.pt").exists())
+    os.kill(workers(process)[1], signal.SIGKILL)
+    seen = max(entries(tmp_path, "iter"))
+    wait_for(lambda: max(entries(tmp_path, "iter"), default=0) > seen + 100)  # it went on
+    os.kill(workers(process)[0], signal.SIGKILL)
+    began = time.monotonic()
+    shown = process.communicate(timeout=60)[0]
+    assert process.returncode != 0 and time.monotonic() - began < 60
+    assert "init_from=resume" in shown
+    saved = checkpoint.load(tmp_path / "ckpt.pt")["iter_num"]
+    assert saved >= 50
+    iterations = [e["iter"] for e in read_metrics(tmp_path / "metrics.jsonl") if "loss" in e]
+    assert iterations == list(range(len(iterations)))  # one entry each, none missing
+
+
+def test_two_nodes_train_as_one(torchrun, alone, tmp_path):
+    """The README's lines for two machines, both of them this one."""
+    port = free_port()
+    nodes = [
+        torchrun(
+            tmp_path,
+            options=("--nnodes=2", f"--node_rank={node}", "--nproc_per_node=1",
+                     "--master_addr=127.0.0.1", f"--master_port={port}"),
+        )
+        for node in (0, 1)
+    ]  # fmt: skip
+    for node in nodes:
+        shown = node.communicate(timeout=60)[0]
+        assert node.returncode == 0, shown
+    assert_same_curve(tmp_path, alone)
