@@ -126,12 +126,17 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, targets, dtype, chunk):
         cast_weight = weight.to(dtype)
-        total, grad_weight, grad_hidden = 0.0, 0.0, []
+        total, grad_weight, grad_hidden = 0.0, None, []
         for h, t in zip(hidden.to(dtype).split(chunk), targets.split(chunk), strict=True):
             losses, grad = losses_and_gradient(h @ cast_weight.T, t)
             total = total + losses.sum()
             grad_hidden.append(grad @ cast_weight)
-            grad_weight = grad_weight + (grad.T @ h).to(_accumulator(dtype))
+            part = grad.T @ h
+            if grad_weight is None:
+                grad_weight = part.to(_accumulator(dtype))
+            else:
+                grad_weight += part
+            del grad, part  # or, where this is not compiled, two chunks would be held at a time
         count = _count(targets)
         ctx.save_for_backward(torch.cat(grad_hidden), grad_weight, count)
         ctx.dtypes = hidden.dtype, weight.dtype

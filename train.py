@@ -9,6 +9,7 @@ The settings below are those for GPT-2 (124M) on OpenWebText; a config file and 
 change them. Ctrl-C or SIGTERM finishes the step, saves, and says how to go on.
 """
 
+import gc
 import math
 import os
 import shlex
@@ -21,6 +22,7 @@ from pathlib import Path
 import environment  # before torch: it sets the CUDA allocator's variable
 
 import torch
+import torch._functorch.config as functorch_config
 
 import checkpoint
 import distributed
@@ -251,6 +253,7 @@ def try_step(size: int, checkpointing: str) -> None:
     model = raw_model
     # dynamic=False: another shape would otherwise be compiled for all shapes, and be slow
     if not obstacle and fsdp:  # a block at a time, between the exchanges of weights
+        functorch_config.activation_memory_budget = 0.9  # recompute what costs next to nothing
         for block in raw_model.blocks:
             block.forward = torch.compile(block.forward, mode=compile_mode, dynamic=False)
     elif not obstacle:
@@ -391,6 +394,8 @@ loader = DataLoader(
 
 # -----------------------------------------------------------------------------
 # training loop
+gc.collect()
+gc.freeze()  # set-up's many objects are no garbage; looking through them would stall a step
 micro_batches = loader.micro_batches(iter_num)
 tokens, targets = next(micro_batches)
 loss = torch.zeros((), device=device)  # our own tensor: a CUDA graph's output would be overwritten
@@ -459,7 +464,7 @@ while True:
             "grad_norm": grad_norm.item(),
             "ms": seconds * 1e3,
             "tokens_per_s": tokens_per_iter / seconds,
-            "mfu": flops_per_iter / seconds / peak_flops if peak_flops else None,
+            "mfu": flops_per_iter / seconds / (peak_flops * world_size) if peak_flops else None,
             "memory_gib": environment.peak_memory_gib(device),
         })  # fmt: skip
         stop_if_not_finite({"loss": loss_now})

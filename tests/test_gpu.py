@@ -6,6 +6,7 @@ Every failure is first made to happen on the naive code, then shown not to happe
 import json
 import os
 import pickle
+import queue
 import re
 import socket
 import subprocess
@@ -476,16 +477,23 @@ def several(data, tmp_path_factory):
         mode, checkpointing, engine = cell
         arguments = [
             "--gradient_accumulation_steps=4", f"--activation_checkpointing={checkpointing}",
-            f"--parallel={engine}", "--sample_interval=4",
+            f"--parallel={engine}", "--sample_interval=15",
         ]  # fmt: skip
         arguments += ["--compile=False"] if mode == "off" else [f"--compile_mode={mode}"]
         try:
-            return train(data, folder / "-".join(cell), *arguments, processes=2)
+            pair = pairs.get()
+            out = folder / "-".join(cell)
+            return train(data, out, *arguments, processes=2, CUDA_VISIBLE_DEVICES=pair)
         except AssertionError as error:
             return {"error": str(error)}
+        finally:
+            pairs.put(pair)
 
-    slowest_first = SEVERAL[::-1]
-    with ThreadPoolExecutor(8) as pool:
+    slowest_first = SEVERAL[::-1]  # a pair of GPUs is not shared: exchanges would wait for turns
+    pairs = queue.SimpleQueue()
+    for first in range(0, torch.cuda.device_count() - 1, 2):
+        pairs.put(f"{first},{first + 1}")
+    with ThreadPoolExecutor(pairs.qsize()) as pool:
         results = dict(zip(slowest_first, pool.map(run, slowest_first), strict=True))
     results["reference"] = train(
         data, folder / "reference", "--compile=False", "--dtype=float32", "--batch_size=32",
