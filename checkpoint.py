@@ -58,6 +58,12 @@ def load(path: Path) -> dict[str, Any]:
     return content
 
 
+def find(out_dir: Path, name: str = "") -> Path:
+    """The checkpoint to use: `name` if given, else best.pt if there is one, else ckpt.pt."""
+    best = out_dir / "best.pt"
+    return out_dir / name if name else best if best.exists() else out_dir / "ckpt.pt"
+
+
 def make_folder(out_dir: Path) -> None:
     """Create `out_dir`; raises ValueError if nothing can be written there."""
     try:

@@ -50,18 +50,21 @@ def read_settings(script: str | Path) -> dict[str, Setting]:
 
     settings, section = {}, ""
     for node in ast.parse(source).body:
+        called = getattr(getattr(node, "value", None), "func", None)
+        if getattr(called, "id", "") == "configure":
+            break
         if isinstance(node, ast.Assign):
             target, annotation = node.targets[0], None
         elif isinstance(node, ast.AnnAssign):
             target, annotation = node.target, node.annotation
         else:
             continue
-        if isinstance(node.value, ast.Call) and getattr(node.value.func, "id", "") == "configure":
-            break
+        if getattr(target, "id", "").isupper():
+            continue  # a constant of the script, not a setting
         try:
             default = ast.literal_eval(node.value)
         except ValueError:
-            continue  # not a literal: a constant of the script, not a setting
+            continue  # not a literal: not a setting
         line = node.lineno - 1
         while line in headings:  # the first line of a comment block names the section
             section = headings[line]

@@ -27,12 +27,13 @@ def estimate(
     """
     tokens = batch_size * config.block_size
     width, kv_width = config.n_embd, config.n_kv_head * config.head_dim
+    q_width = config.n_head * config.head_dim
     # bfloat16 values that one block keeps per token: its input, both norms' outputs, queries, the
     # attention's output, the residual after it; keys and values; gate, up and their product
-    block = 6 * width + 2 * kv_width + 3 * config.n_hidden
+    block = 4 * width + 2 * q_width + 2 * kv_width + 3 * config.n_hidden
     kept = {
         "none": config.n_layer * block,
-        "selective": config.n_layer * 2 * width + block,  # inputs and attention's outputs
+        "selective": config.n_layer * (width + q_width) + block,  # inputs and attention's outputs
         "block": config.n_layer * width + block,  # inputs, and all of the block being recomputed
     }[checkpointing]
     chunk = min(CHUNK_ELEMENTS, tokens * config.vocab_size)

@@ -33,6 +33,7 @@ class GPTConfig:
     n_kv_head: int = 0  # key/value heads; 0: as many as n_head
     n_embd: int = 768
     n_hidden: int = 0  # width of the MLP; 0: 8/3 n_embd, rounded up to a multiple of 64
+    head_dim: int = 0  # width of a head; 0: n_embd / n_head
     dropout: float = 0.0
     rope_theta: float = 10000.0
     norm_eps: float = 1e-5
@@ -45,11 +46,12 @@ class GPTConfig:
         for name in ("block_size", "vocab_size", "n_layer", "n_head", "n_kv_head", "n_embd"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
-        if self.n_embd % self.n_head:
+        if self.n_embd % self.n_head and not self.head_dim:
             raise ValueError(
                 f"n_embd={self.n_embd} is not divisible by n_head={self.n_head}: "
                 f"use n_embd={math.ceil(self.n_embd / self.n_head) * self.n_head}"
             )
+        self.head_dim = self.head_dim or self.n_embd // self.n_head
         if self.n_head % self.n_kv_head:
             divisors = [k for k in range(1, self.n_head + 1) if self.n_head % k == 0]
             raise ValueError(
@@ -69,10 +71,6 @@ class GPTConfig:
         """The architecture that a script's settings describe, with the vocabulary of its data."""
         names = {field.name for field in fields(cls)} & settings.keys()
         return cls(**{name: settings[name] for name in names} | {"vocab_size": vocab_size})
-
-    @property
-    def head_dim(self) -> int:
-        return self.n_embd // self.n_head
 
 
 class RMSNorm(nn.Module):
@@ -376,7 +374,8 @@ class GPT(nn.Module):
         n = self.num_params() - (
             0 if config.tied_embeddings else self.token_embedding.weight.numel()
         )
-        return 6 * n + 12 * config.n_layer * config.n_embd * config.block_size
+        attention = config.n_layer * config.n_head * config.head_dim * config.block_size
+        return 6 * n + 12 * attention
 
     def settings(self) -> dict[str, int | float | bool]:
         """The configuration as plain values, for checkpoints: `GPT(GPTConfig(**settings))`."""

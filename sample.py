@@ -45,7 +45,7 @@ for name, value, valid, rule in (
 device = environment.choose_device(device)
 dtype = environment.choose_dtype(dtype, device)
 
-path = Path(out_dir) / (ckpt or ("best.pt" if Path(out_dir, "best.pt").exists() else "ckpt.pt"))
+path = checkpoint.find(Path(out_dir), ckpt)
 saved = checkpoint.load(path)
 model = GPT(GPTConfig(**saved["model_config"]))
 model.load_state_dict(saved["model"])

@@ -1,5 +1,7 @@
 """Text to token ids and back. `from_meta` rebuilds the tokenizer of a data set or checkpoint."""
 
+import json
+from pathlib import Path
 from typing import Any, Protocol
 
 
@@ -93,6 +95,125 @@ class GPT2Tokenizer:
         return {"tokenizer": "gpt2"}
 
 
+class HFTokenizer:
+    """Any tokenizer in the format of Hugging Face's tokenizer.json, through `tokenizers`."""
+
+    def __init__(self, content: str, end_of_text: int | None):
+        try:
+            from tokenizers import Tokenizer
+        except ImportError:
+            raise ValueError("this tokenizer needs tokenizers: pip install tokenizers") from None
+        try:
+            self.tokenizer = Tokenizer.from_str(content)
+        except Exception as error:
+            raise ValueError(f"this is no tokenizer.json: {error}") from None
+        self.content, self.end_of_text = content, end_of_text
+        self.vocab_size = max(self.tokenizer.get_vocab(with_added_tokens=True).values()) + 1
+
+    def encode(self, text: str) -> list[int]:
+        return self.tokenizer.encode(text, add_special_tokens=False).ids
+
+    def decode(self, ids: list[int]) -> str:
+        return self.tokenizer.decode(ids, skip_special_tokens=False)
+
+    def meta(self) -> dict[str, Any]:
+        return {"tokenizer": "hf", "json": self.content, "end_of_text": self.end_of_text}
+
+
+META_KEYS = ("tokenizer", "alphabet", "json", "end_of_text")  # what checkpoints keep of meta.json
+
+
+def hf_tokenizer_meta(folder: Path) -> dict[str, Any]:
+    """What `from_meta` needs for the tokenizer.json in `folder`; empty if there is none."""
+    path = folder / "tokenizer.json"
+    if not path.exists():
+        return {}
+    end_of_text = None
+    if (folder / "config.json").exists():
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        end_of_text = config.get("eos_token_id")
+    if isinstance(end_of_text, list):  # several end a turn of a chat; the first ends a text
+        end_of_text = end_of_text[0]
+    return HFTokenizer(path.read_text(encoding="utf-8"), end_of_text).meta()
+
+
+def write_hf_tokenizer(meta: dict[str, Any], folder: Path) -> None:
+    """Write the tokenizer that `meta` describes as transformers' AutoTokenizer reads it."""
+    import tokenizers
+    from tokenizers import decoders, models, pre_tokenizers
+
+    tokenizer = from_meta(meta)
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+    if isinstance(tokenizer, HFTokenizer):
+        written = tokenizer.tokenizer
+    elif isinstance(tokenizer, CharTokenizer):
+        written = tokenizers.Tokenizer(models.WordLevel(tokenizer.ids, unk_token=""))
+        every = tokenizers.Regex(r"[\s\S]")
+        written.pre_tokenizer = pre_tokenizers.Split(every, behavior="isolated")
+        written.decoder = decoders.Fuse()
+    else:  # bytes, and GPT-2's pairs of them, are written as printable characters
+        printable = byte_characters()
+        if isinstance(tokenizer, GPT2Tokenizer):
+            ranks = tokenizer.encoding._mergeable_ranks
+        else:
+            ranks = {bytes([i]): i for i in range(256)}
+        spelled = {token: "".join(printable[b] for b in token) for token in ranks}
+        vocab = {spelled[token]: rank for token, rank in ranks.items()}
+        merges = [tuple(spelled[part] for part in pair) for pair in byte_pairs(ranks)]
+        written = tokenizers.Tokenizer(models.BPE(vocab, merges))
+        written.pre_tokenizer = pre_tokenizers.ByteLevel(
+            add_prefix_space=False, use_regex=bool(merges)
+        )
+        written.decoder = decoders.ByteLevel()
+        written.add_special_tokens(["<|endoftext|>"])
+    if tokenizer.end_of_text is not None:
+        end = written.id_to_token(tokenizer.end_of_text)
+        settings |= {"eos_token": end, "bos_token": end}
+    written.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps(settings, indent=2) + "\n", encoding="utf-8"
+    )
+
+
+def byte_characters() -> list[str]:
+    """The printable character that stands for each byte in GPT-2's vocabulary: itself where it is
+    one, else the next from U+0100 on."""
+    shown = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    hidden = [byte for byte in range(256) if byte not in shown]
+    return [chr(byte) if byte in shown else chr(256 + hidden.index(byte)) for byte in range(256)]
+
+
+def byte_pairs(ranks: dict[bytes, int]) -> list[tuple[bytes, bytes]]:
+    """The merges that made the tokens: each token's last pair under all earlier merges."""
+    pairs = []
+    for token, rank in sorted(ranks.items(), key=lambda item: item[1]):
+        parts = [token[i : i + 1] for i in range(len(token))]
+        while len(parts) > 2:
+            joined = [ranks.get(a + b, rank) for a, b in zip(parts, parts[1:], strict=False)]
+            i = joined.index(min(joined))
+            parts[i : i + 2] = [parts[i] + parts[i + 1]]
+        if len(parts) == 2:
+            pairs.append((parts[0], parts[1]))
+    return pairs
+
+
+def named(name: str) -> Tokenizer:
+    """The tokenizer that a prepare script's --tokenizer names: gpt2, byte, or hf:PATH_OR_HUB_ID."""
+    if name.startswith("hf:"):
+        from convert import find_folder
+
+        meta = hf_tokenizer_meta(find_folder(name[3:], ["*.json"]))
+        if not meta:
+            raise ValueError(f"{name[3:]} has no tokenizer.json")
+        return from_meta(meta)
+    if name not in ("gpt2", "byte"):
+        raise ValueError(
+            f"unknown tokenizer={name!r}: use gpt2, byte, hf:PATH_OR_HUB_ID, or for "
+            "text of your own char"
+        )
+    return from_meta({"tokenizer": name})
+
+
 def from_meta(meta: dict[str, Any]) -> Tokenizer:
     """The tokenizer that `meta` (a data set's meta.json, or a checkpoint's copy) describes.
 
@@ -105,4 +226,6 @@ def from_meta(meta: dict[str, Any]) -> Tokenizer:
         return ByteTokenizer()
     if name == "gpt2":
         return GPT2Tokenizer()
-    raise ValueError(f"unknown tokenizer {name!r}: known are char, byte and gpt2")
+    if name == "hf":
+        return HFTokenizer(meta["json"], meta.get("end_of_text"))
+    raise ValueError(f"unknown tokenizer {name!r}: known are char, byte, gpt2 and hf")

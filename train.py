@@ -28,6 +28,7 @@ import checkpoint
 import distributed
 import memory
 from configurator import configure, read_settings, resolve
+from convert import read_pretrained
 from dataloader import DataLoader, TokenFile, read_meta, validation_batches
 from model import CHECKPOINTING, GPT, GPTConfig
 from optim import (
@@ -40,11 +41,11 @@ from optim import (
 )
 from profiling import Profiler
 from runlog import RunLog
-from tokenizer import from_meta
+from tokenizer import META_KEYS, from_meta
 
 # output and evaluation
 out_dir = "out"  # folder of the checkpoints and metrics.jsonl
-init_from = "scratch"  # scratch, or resume from out_dir/ckpt.pt
+init_from = "scratch"  # scratch, resume (out_dir/ckpt.pt), or a Hugging Face model's folder or id
 eval_interval = 2000  # iterations between evaluations; 0: never
 eval_iters = 200  # batches per evaluation and split, always the same ones
 eval_only = False  # evaluate once and exit
@@ -102,7 +103,6 @@ config = configure(globals())
 # -----------------------------------------------------------------------------
 # check the settings before anything takes time
 for key, choices in (
-    ("init_from", ("scratch", "resume")),
     ("lr_schedule", SCHEDULES),
     ("compile_mode", environment.COMPILE_MODES),
     ("activation_checkpointing", CHECKPOINTING),
@@ -159,7 +159,21 @@ data_dir = Path(__file__).parent / "data" / dataset
 meta = read_meta(data_dir)
 data_vocab = meta.get("vocab_size", vocab_size or 50304)
 vocab_size = vocab_size or math.ceil(data_vocab / 64) * 64
-tokenizer_meta = {key: meta[key] for key in ("tokenizer", "alphabet") if key in meta}
+tokenizer_meta = {key: meta[key] for key in META_KEYS if key in meta}
+pretrained, pretrained_dtype = None, None
+if init_from not in ("scratch", "resume"):
+    pretrained = read_pretrained(init_from)
+    pretrained_dtype, vocab_size = pretrained.dtype, pretrained.model_config["vocab_size"]
+    if block_size > pretrained.model_config["block_size"]:
+        raise ValueError(
+            f"block_size={block_size} is more than {init_from} was made for: use "
+            f"--block_size={pretrained.model_config['block_size']} or less"
+        )
+    if tokenizer_meta != pretrained.tokenizer and pretrained.tokenizer:
+        raise ValueError(
+            f"data set {dataset} was not made with {init_from}'s tokenizer: make one with python "
+            f"data/text/prepare.py --input=FILES --tokenizer=hf:{init_from} --out=data/NAME"
+        )
 train_file, val_file = (
     TokenFile(data_dir / name, block_size, min(data_vocab, vocab_size), meta.get("dtype", "uint16"))
     for name in ("train.bin", "val.bin")
@@ -167,11 +181,23 @@ train_file, val_file = (
 
 # -----------------------------------------------------------------------------
 # model and optimizer, new or from the checkpoint
+saved = checkpoint.load(ckpt_path) if init_from == "resume" else None
 model_config = GPTConfig.from_settings(config, vocab_size)
+if pretrained:
+    model_config = GPTConfig(
+        **pretrained.model_config | {"block_size": block_size, "dropout": dropout}
+    )
+elif saved and saved.get("pretrained_dtype"):  # the architecture came with the weights
+    pretrained_dtype = saved["pretrained_dtype"]
+    model_config = GPTConfig(
+        **saved["model_config"] | {"block_size": block_size, "dropout": dropout}
+    )
 raw_model = GPT(model_config).to(device)
 raw_model.use_cudnn_attention(environment.cudnn_attention(device, dtype, model_config.head_dim))
 n_params, flops_per_token = raw_model.num_params(), raw_model.flops_per_token()
-saved = checkpoint.load(ckpt_path) if init_from == "resume" else None
+if pretrained:
+    raw_model.load_state_dict(pretrained.weights)
+    del pretrained
 if saved:
     checkpoint.check_same_model(
         saved["model_config"] | {"tokenizer": saved["tokenizer"]},
@@ -305,6 +331,7 @@ def weights() -> dict:
         "model_config": raw_model.settings(),
         "config": config,
         "tokenizer": tokenizer_meta,
+        "pretrained_dtype": pretrained_dtype,
         "iter_num": iter_num,
         "best_val_loss": best_val_loss,
     }

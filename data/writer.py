@@ -14,32 +14,56 @@ import numpy as np
 
 from tokenizer import Tokenizer
 
+SPLITS = ("train", "val")
+BUFFER_TOKENS = 2**20  # tokens held before they are written
+
+
+def token_dtype(tokenizer: Tokenizer) -> np.dtype:
+    """The smaller of uint16 and uint32 that holds every id."""
+    return np.dtype("<u2" if tokenizer.vocab_size <= 2**16 else "<u4")
+
+
+def write_tokens(path: Path, tokenizer: Tokenizer, documents: Iterable[str]) -> int:
+    """Write the ids of `documents` to `path`, each with the tokenizer's end-of-text token where it
+    has one; returns how many."""
+    count, buffer = 0, []
+    with open(path, "wb") as file:
+        for document in documents:
+            buffer += tokenizer.encode(document)
+            if tokenizer.end_of_text is not None:
+                buffer.append(tokenizer.end_of_text)
+            if len(buffer) >= BUFFER_TOKENS:
+                np.array(buffer, dtype=token_dtype(tokenizer)).tofile(file)
+                count, buffer = count + len(buffer), []
+        np.array(buffer, dtype=token_dtype(tokenizer)).tofile(file)
+    return count + len(buffer)
+
 
 def write_dataset(
     folder: str | Path, tokenizer: Tokenizer, splits: dict[str, Iterable[str]]
 ) -> dict[str, int]:
     """Tokenize `splits` (`{"train": documents, "val": documents}`) into `folder`.
 
-    Every document ends in the tokenizer's end-of-text token where it has one.
     Returns the token count of each split and prints them.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    dtype = np.dtype("<u2" if tokenizer.vocab_size <= 2**16 else "<u4")
-    counts, frequencies = {}, {}
-    for split, documents in splits.items():
-        counts[split], frequencies[split] = 0, np.zeros(tokenizer.vocab_size, dtype=np.int64)
-        with open(folder / f"{split}.bin.tmp", "wb") as file:
-            for document in documents:
-                ids = tokenizer.encode(document)
-                if tokenizer.end_of_text is not None:
-                    ids.append(tokenizer.end_of_text)
-                np.asarray(ids, dtype=dtype).tofile(file)
-                counts[split] += len(ids)
-                frequencies[split] += np.bincount(ids, minlength=tokenizer.vocab_size)
+    for split in SPLITS:
+        write_tokens(folder / f"{split}.bin.tmp", tokenizer, splits[split])
+    return complete(folder, tokenizer)
+
+
+def complete(folder: Path, tokenizer: Tokenizer) -> dict[str, int]:
+    """Give `train.bin.tmp` and `val.bin.tmp` their final names and write meta.json beside them."""
+    dtype = token_dtype(tokenizer)
+    counts = {}
+    for split in SPLITS:
+        counts[split] = (folder / f"{split}.bin.tmp").stat().st_size // dtype.itemsize
         if counts[split] == 0:
             raise ValueError(f"the {split} split of {folder} would be empty: more text is needed")
-    probabilities = frequencies["val"][frequencies["val"] > 0] / counts["val"]
+    ids = np.fromfile(folder / "val.bin.tmp", dtype=dtype, count=2**27)
+    probabilities = np.bincount(ids) / len(ids)
+    probabilities = probabilities[probabilities > 0]
     meta = tokenizer.meta() | {
         "vocab_size": tokenizer.vocab_size,
         "dtype": {2: "uint16", 4: "uint32"}[dtype.itemsize],
@@ -48,7 +72,7 @@ def write_dataset(
         "unigram_entropy": float(-(probabilities * np.log(probabilities)).sum()),
     }
     (folder / "meta.json.tmp").write_text(json.dumps(meta, indent=1) + "\n", encoding="utf-8")
-    for name in [f"{split}.bin" for split in splits] + ["meta.json"]:
+    for name in [f"{split}.bin" for split in SPLITS] + ["meta.json"]:
         os.replace(folder / f"{name}.tmp", folder / name)
     for split, count in counts.items():
         print(f"{folder / split}.bin: {count:,} tokens")

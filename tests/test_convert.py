@@ -1,0 +1,234 @@
+"""Hugging Face checkpoints in and out, against transformers itself."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from conftest import ROOT, TINY
+
+import checkpoint
+import convert
+from model import GPT, GPTConfig
+from tokenizer import ByteTokenizer, CharTokenizer, GPT2Tokenizer, HFTokenizer, from_meta
+
+transformers = pytest.importorskip("transformers")
+safetensors_torch = pytest.importorskip("safetensors.torch")
+
+SHAPE = {
+    "vocab_size": 96, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64,
+}  # fmt: skip
+
+
+def theirs(kind="Llama", **changes):
+    """A model of transformers with random weights, and everything else as given."""
+    torch.manual_seed(0)
+    settings = SHAPE | {"eos_token_id": 0, "bos_token_id": 0, "pad_token_id": None} | changes
+    if kind == "Mistral":
+        settings = {"sliding_window": None} | settings
+    model = getattr(transformers, f"{kind}ForCausalLM")(
+        getattr(transformers, f"{kind}Config")(**settings)
+    )
+    for parameter in model.parameters():  # norms too: all ones would hide a mix-up
+        torch.nn.init.normal_(parameter, mean=0.02, std=0.2)
+    return model.eval()
+
+
+def logits_of(folder, tokens):
+    pretrained = convert.read_pretrained(str(folder))
+    ours = GPT(GPTConfig(**pretrained.model_config))
+    ours.load_state_dict(pretrained.weights)
+    with torch.no_grad():
+        return ours.eval()(tokens)
+
+
+KINDS = {
+    "llama": ("Llama", {}),
+    "tied": ("Llama", {"tie_word_embeddings": True}),
+    "theta-eps": ("Llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+                            "rms_norm_eps": 1e-3}),
+    "head_dim": ("Llama", {"head_dim": 32}),
+    "multi-head": ("Llama", {"num_key_value_heads": 4}),
+    "mistral": ("Mistral", {}),
+    "qwen3": ("Qwen3", {"head_dim": 32}),
+    "qwen3-tied": ("Qwen3", {"head_dim": 16, "tie_word_embeddings": True}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_logits_equal_transformers_in_and_out(tmp_path, kind):
+    name, changes = KINDS[kind]
+    model = theirs(name, **changes)
+    model.save_pretrained(tmp_path / "in", max_shard_size="50KB" if kind == "llama" else "1GB")
+    assert (len(list((tmp_path / "in").glob("*.safetensors"))) > 1) == (kind == "llama")
+    tokens = torch.randint(0, 96, (2, 48))
+    with torch.no_grad():
+        expected = model(tokens).logits
+    torch.testing.assert_close(logits_of(tmp_path / "in", tokens), expected, atol=1e-4, rtol=1e-4)
+    pretrained = convert.read_pretrained(str(tmp_path / "in"))
+    saved = {"model": pretrained.weights, "model_config": pretrained.model_config,
+             "tokenizer": {"tokenizer": "byte"}}  # fmt: skip
+    convert.write_pretrained(saved, tmp_path / "out", torch.float32)
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    with torch.no_grad():
+        torch.testing.assert_close(again(tokens).logits, expected, atol=1e-4, rtol=1e-4)
+
+
+def test_older_config_files_are_understood(tmp_path):
+    """As on the hub: rope_theta at the top, rope_scaling null, no head_dim."""
+    model = theirs(rope_parameters={"rope_type": "default", "rope_theta": 5e5})
+    model.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    del config["rope_parameters"], config["head_dim"]
+    (tmp_path / "config.json").write_text(
+        json.dumps(config | {"rope_theta": 5e5, "rope_scaling": None})
+    )
+    tokens = torch.randint(0, 96, (1, 32))
+    with torch.no_grad():
+        expected = model(tokens).logits
+    torch.testing.assert_close(logits_of(tmp_path, tokens), expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"model_type": "mixtral"}, "model_type mixtral"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}, "rope_parameters": None},
+         "rope scaling llama3"),
+        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "rope scaling yarn"),
+        ({"sliding_window": 4096}, "sliding_window 4096"),
+        ({"attention_bias": True}, "attention_bias"),
+        ({"mlp_bias": True}, "mlp_bias"),
+        ({"hidden_act": "gelu"}, "hidden_act gelu"),
+        ({"quantization_config": {}}, "quantization_config"),
+    ],
+)  # fmt: skip
+def test_what_is_not_supported_is_refused_by_name(tmp_path, change, named):
+    theirs().save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | change))
+    with pytest.raises(ValueError, match=f"not supported: {named}$"):
+        convert.read_pretrained(str(tmp_path))
+
+
+def test_unexpected_and_missing_weights_are_named(tmp_path):
+    theirs().save_pretrained(tmp_path)
+    path = tmp_path / "model.safetensors"
+    tensors = safetensors_torch.load_file(path)
+    safetensors_torch.save_file(
+        tensors | {"model.layers.0.self_attn.q_proj.bias": torch.zeros(64)}, path
+    )
+    with pytest.raises(ValueError, match=r"blocks\.0\.attention\.q_proj\.bias"):
+        convert.read_pretrained(str(tmp_path))
+    path.write_bytes(path.read_bytes()[:1000])
+    with pytest.raises(ValueError, match="cannot read .*model.safetensors"):
+        convert.read_pretrained(str(tmp_path))
+
+
+def test_a_name_that_is_nowhere_is_one_line(run, sums, tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(ValueError, match="^no-one/nothing is neither a folder nor a model that"):
+        run("train.py", *TINY, f"--dataset={sums}", f"--out_dir={tmp_path}",
+            "--init_from=no-one/nothing")  # fmt: skip
+
+
+# ---- tokenizers -------------------------------------------------------------------------------
+
+TEXT = "def f(x):\n    return x + 1  # naïve “quotes” 🙂\n\n\n\ttabs and   spaces\n"
+
+
+@pytest.mark.parametrize("kind", ["char", "byte", "gpt2"])
+def test_tokenizers_travel_to_transformers(tmp_path, kind, gpt2_files):
+    ours = {
+        "char": lambda: CharTokenizer.train(TEXT),
+        "byte": ByteTokenizer,
+        "gpt2": GPT2Tokenizer,
+    }[kind]()
+    from tokenizer import write_hf_tokenizer
+
+    write_hf_tokenizer(ours.meta(), tmp_path)
+    loaded = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    assert loaded(TEXT, add_special_tokens=False)["input_ids"] == ours.encode(TEXT)
+    assert loaded.decode(ours.encode(TEXT)) == TEXT
+    assert loaded.eos_token_id == ours.end_of_text
+    content = (tmp_path / "tokenizer.json").read_text(encoding="utf-8")
+    again = from_meta(HFTokenizer(content, ours.end_of_text).meta())
+    assert again.encode(TEXT) == ours.encode(TEXT) and again.decode(again.encode(TEXT)) == TEXT
+
+
+# ---- the whole way ----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def foreign(tmp_path):
+    """A folder as from the hub: bfloat16 weights and a tokenizer.json."""
+    from tokenizer import write_hf_tokenizer
+
+    folder = tmp_path / "foreign"
+    model = theirs("Qwen3", vocab_size=257, head_dim=32, eos_token_id=256, bos_token_id=256)
+    model.to(torch.bfloat16).save_pretrained(folder)
+    write_hf_tokenizer({"tokenizer": "byte"}, folder)
+    return folder
+
+
+def test_finetune_resume_sample_and_export_a_pretrained_model(run, foreign, tmp_path):
+    text, data, out = tmp_path / "text.txt", tmp_path / "data", tmp_path / "out"
+    text.write_text("one two three four five\n" * 200)
+    run("data/text/prepare.py", f"--input={text}", f"--tokenizer=hf:{foreign}", f"--out={data}")
+    arguments = [*TINY, f"--dataset={data}", f"--out_dir={out}"]
+    run("train.py", *arguments, f"--init_from={foreign}", "--max_iters=0")
+    run("convert.py", f"--out_dir={out}", "--ckpt=ckpt.pt", f"--to={tmp_path / 'same'}")
+    before = safetensors_torch.load_file(foreign / "model.safetensors")
+    after = safetensors_torch.load_file(tmp_path / "same" / "model.safetensors")
+    assert before.keys() == after.keys()
+    for name in before:
+        assert before[name].dtype == after[name].dtype == torch.bfloat16
+        assert torch.equal(before[name], after[name]), name
+    run("train.py", *arguments, f"--init_from={foreign}", "--max_iters=4")
+    shown = run("train.py", *arguments, "--init_from=resume", "--max_iters=8")
+    assert "finished at iteration 8" in shown
+    shown = run("sample.py", f"--out_dir={out}", "--start=one", "--num_samples=1",
+                "--max_new_tokens=5", "--device=cpu", "--ckpt=ckpt.pt")  # fmt: skip
+    assert shown.startswith("one")
+
+
+def test_a_data_set_of_another_tokenizer_is_refused_with_the_command(run, foreign, sums, tmp_path):
+    with pytest.raises(ValueError, match=r"--input=FILES --tokenizer=hf:.*foreign --out"):
+        run("train.py", *TINY, f"--dataset={sums}", f"--out_dir={tmp_path / 'out'}",
+            f"--init_from={foreign}")  # fmt: skip
+
+
+def test_a_trained_model_loads_in_transformers(run, sums, tmp_path):
+    out = tmp_path / "out"
+    run("train.py", *TINY, f"--dataset={sums}", f"--out_dir={out}", "--qk_norm=True")
+    run("convert.py", f"--out_dir={out}", f"--to={tmp_path / 'hf'}")
+    saved = checkpoint.load(checkpoint.find(out))
+    ours = GPT(GPTConfig(**saved["model_config"])).eval()
+    ours.load_state_dict(saved["model"])
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf").eval()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
+    tokens = tokenizer("12+34=46\n", return_tensors="pt")["input_ids"]
+    assert tokens[0].tolist() == from_meta(saved["tokenizer"]).encode("12+34=46\n")
+    with torch.no_grad():
+        torch.testing.assert_close(loaded(tokens).logits, ours(tokens), atol=1e-4, rtol=1e-4)
+
+
+def test_convert_says_what_is_missing(run, tmp_path):
+    with pytest.raises(ValueError, match="pass --to=FOLDER"):
+        run("convert.py", f"--out_dir={tmp_path}")
+    with pytest.raises(ValueError, match="no checkpoint at"):
+        run("convert.py", f"--out_dir={tmp_path}", f"--to={tmp_path / 'to'}")
+
+
+def test_training_needs_torch_and_numpy_only(tmp_path):
+    """Every module that train.py imports, with all other packages out of reach."""
+    code = (
+        "import sys; sys.meta_path.insert(0, type('F', (), {'find_spec': staticmethod(lambda n, p, "
+        "t=None: (_ for _ in ()).throw(ImportError(n)) if n.split('.')[0] in ('safetensors', "
+        "'tokenizers', 'transformers', 'huggingface_hub', 'datasets', 'tiktoken', 'wandb', 'tqdm') "
+        "else None)})()); import convert, tokenizer, runlog, memory, profiling, distributed"
+    )
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, env=dict(os.environ))
