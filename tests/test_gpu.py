@@ -96,17 +96,23 @@ def train(data, out, *arguments, cap_gib=0.0, processes=1, **variables):
         found.bind(("127.0.0.1", 0))
         place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(found.getsockname()[1]),
                  "WORLD_SIZE": str(processes)}  # fmt: skip
-    running = [
+    outputs = [open(out / f"output{rank}.txt", "w+") for rank in range(processes)]
+    running = [  # not through pipes: a full one that nobody reads would stop its process
         subprocess.Popen(
             [*command, f"--out_dir={out}", *arguments],
-            cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            cwd=ROOT, stdout=outputs[rank], stderr=subprocess.STDOUT, text=True,
             env=os.environ | {"TORCHINDUCTOR_COMPILE_THREADS": "4"} | place | variables
             | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
         )
         for rank in range(processes)
     ]  # fmt: skip
-    shown = "".join(process.communicate()[0] for process in running)
-    assert not any(process.returncode for process in running), shown[-3000:]
+    failed = [process.wait(timeout=400) != 0 for process in running]
+    shown = ""
+    for output in outputs:
+        output.seek(0)
+        shown += output.read()
+        output.close()
+    assert not any(failed), shown[-3000:]
     entries = read_metrics(out / "metrics.jsonl")
     return {
         "shown": shown,
