@@ -214,9 +214,9 @@ class Block(nn.Module):
     def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], *cached) -> Tensor:
         if self.checkpointing == "none" or not torch.is_grad_enabled():
             return self.compute(x, rope, *cached)
-        contexts = checkpoint.noop_context_fn
-        if self.checkpointing == "selective":
-            contexts = partial(checkpoint.create_selective_checkpoint_contexts, keep_attention)
+        if self.checkpointing == "block":
+            return checkpoint.checkpoint(self.compute, x, rope, use_reentrant=False)
+        contexts = partial(checkpoint.create_selective_checkpoint_contexts, keep_attention)
         return checkpoint.checkpoint(
             self.compute, x, rope, use_reentrant=False, context_fn=contexts
         )

@@ -32,7 +32,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
 ]
 
-TOLERANCE = 0.05  # of losses in bfloat16 against float32
+TOLERANCE = 0.01  # of losses in bfloat16 against float32; on a CPU 0.0005, with FSDP 0.0023
 
 SMALL = [
     "--batch_size=8",
@@ -41,7 +41,7 @@ SMALL = [
     "--n_head=4",
     "--n_kv_head=2",
     "--n_embd=256",
-    "--learning_rate=1e-3",
+    "--learning_rate=3e-4",  # calm: at 1e-3 bfloat16 noise grows to 0.3 on some seeds
     "--warmup_iters=5",
     "--lr_decay_iters=30",
     "--max_iters=30",

@@ -371,6 +371,30 @@ def test_activation_checkpointing_changes_no_number(kind):
         assert torch.equal(found, wanted)
 
 
+@pytest.mark.parametrize("blocks", [False, True], ids=["model", "blocks"])
+@pytest.mark.parametrize("kind", ["none", "selective", "block"])
+def test_f12_activation_checkpointing_can_be_compiled(kind, blocks):
+    """As one graph, and block by block as FSDP needs it."""
+    model = tiny()
+    tokens, targets = tokens_for(model), tokens_for(model).flip(0)
+    expected = model(tokens, targets)
+    expected.backward()
+    gradients = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    model.use_activation_checkpointing(kind)
+    function = model
+    if blocks:
+        for block in model.blocks:
+            block.forward = torch.compile(block.forward, backend="aot_eager", fullgraph=True)
+    else:
+        function = torch.compile(model, backend="aot_eager", fullgraph=True)
+    loss = function(tokens, targets)
+    loss.backward()
+    torch.testing.assert_close(loss, expected)
+    for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient, atol=1e-5, rtol=1e-4)
+
+
 def test_activation_checkpointing_recomputes_what_it_says():
     from torch.utils._python_dispatch import TorchDispatchMode
 
