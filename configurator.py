@@ -78,11 +78,16 @@ def read_settings(script: str | Path) -> dict[str, Setting]:
     return settings
 
 
-def configure(namespace: dict[str, Any], base: str | Path | None = None) -> dict[str, Any]:
+def configure(
+    namespace: dict[str, Any],
+    base: str | Path | None = None,
+    positional: str = "config/FILE.py",
+) -> dict[str, Any]:
     """Apply `sys.argv` to the settings of the calling script and return all of them.
 
     Args:
         namespace: the script's `globals()`; its settings are updated in place.
+        positional: what `--help` calls arguments without dashes.
         base: another script whose settings are accepted too (bench.py takes those of train.py).
 
     Raises ValueError that names key, value and remedy for anything it cannot accept. From here on
@@ -95,7 +100,7 @@ def configure(namespace: dict[str, Any], base: str | Path | None = None) -> dict
     settings = read_settings(base) if base else {}
     settings |= read_settings(namespace["__file__"])
     if {"--help", "-h"} & set(sys.argv[1:]):
-        print(describe(settings, Path(namespace["__file__"]).name))
+        print(describe(settings, Path(namespace["__file__"]).name, positional))
         raise SystemExit(0)
     config = resolve(settings, sys.argv[1:])
     namespace.update(config)
@@ -177,9 +182,9 @@ def nearest(key: str, settings: dict[str, Setting]) -> str:
     return f", did you mean {close[0]!r}?" if close else "; --help lists them all"
 
 
-def describe(settings: dict[str, Setting], script: str) -> str:
+def describe(settings: dict[str, Setting], script: str, positional: str = "config/FILE.py") -> str:
     """The text of `--help`: every setting with its default and comment, by section."""
-    lines = [f"usage: python {script} [config/FILE.py ...] [--key=value ...]"]
+    lines = [f"usage: python {script} [{positional} ...] [--key=value ...]"]
     width = max(len(f"--{s.name}={s.default}") for s in settings.values())
     section = None
     for setting in settings.values():

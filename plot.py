@@ -16,7 +16,7 @@ smooth = 0.02  # share of a run over which the training loss is averaged; 0: not
 
 folders = [argument for argument in sys.argv[1:] if not argument.startswith("-")]
 sys.argv = [sys.argv[0], *(argument for argument in sys.argv[1:] if argument.startswith("-"))]
-configure(globals())
+configure(globals(), positional="OUT_DIR")
 
 if not folders:
     raise ValueError("which runs? python plot.py OUT_DIR [OUT_DIR ...]")

@@ -17,7 +17,14 @@ def test_config_file_loads_and_says_how_to_use_it(path):
     docstring = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8")))
     assert f"config/{path.name}" in docstring
     GPTConfig(**{k: config[k] for k in ("n_layer", "n_head", "n_kv_head", "n_embd", "dropout")})
-    assert config["lr_decay_iters"] <= config["max_iters"]
+    assert (
+        config["lr_decay_iters"] <= config["max_iters"]
+        or not config["decay_lr"]
+        or (config["eval_only"])
+    )
+
+
+SCRIPTS = ["train.py", "sample.py", "bench.py", "convert.py", "plot.py"]
 
 
 def names_read(source: str) -> set[str]:
@@ -30,7 +37,7 @@ def names_read(source: str) -> set[str]:
     return names
 
 
-@pytest.mark.parametrize("script", ["train.py", "sample.py", "bench.py"])
+@pytest.mark.parametrize("script", SCRIPTS)
 def test_every_setting_is_read_and_has_a_comment(script):
     read = set(GPTConfig.__dataclass_fields__) if script == "train.py" else set()
     sources = {"train.py": ["train.py", "optim.py", "runlog.py"]}.get(script, [script])
@@ -50,7 +57,7 @@ def test_nanogpt_names_keep_their_meaning():
         assert name in SETTINGS
 
 
-@pytest.mark.parametrize("script", ["train.py", "sample.py", "bench.py"])
+@pytest.mark.parametrize("script", SCRIPTS)
 def test_f35_help(run, script):
     shown = run(script, "--help")
     assert shown.startswith(f"usage: python {script}")
