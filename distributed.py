@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.rendezvous import rendezvous
 
 ENGINES = ("ddp", "fsdp")
 BACKENDS = ("auto", "nccl", "gloo")
@@ -50,7 +51,12 @@ def start(device: torch.device, backend: str, config: dict[str, Any]) -> None:
     if backend == "nccl":
         backend = "cpu:gloo,cuda:nccl"  # small things are exchanged without waiting for the GPU
     try:
-        dist.init_process_group(backend)
+        store, _, _ = next(rendezvous("env://"))
+        if os.environ.get("LOCAL_WORLD_SIZE") == str(world_size):
+            # torchrun keeps its store when it starts the processes anew: without a prefix they
+            # would meet at the addresses of the dead. (Machines count restarts each on its own.)
+            store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
     except (ValueError, RuntimeError) as error:
         reason = str(error).splitlines()[0]
         raise ValueError(f"cannot join {world_size} processes with {backend}: {reason}") from None

@@ -14,6 +14,8 @@ import pytest
 ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "data")]
 
+os.environ["HF_HUB_OFFLINE"] = "1"  # no test depends on a network
+
 import torch  # noqa: E402
 
 from tokenizer import CharTokenizer  # noqa: E402

@@ -411,7 +411,7 @@ def test_wandb_gets_every_entry_and_a_resumed_run_is_the_same_run(run, sums, tmp
         ("--compile_mode=fast", "unknown compile_mode='fast': use default, reduce-overhead"),
         ("--activation_checkpointing=all", "unknown activation_checkpointing=.all.: use none"),
         ("--memory_snapshot=True", "memory_snapshot=True needs a CUDA device"),
-        ("--init_from=gpt2", "unknown init_from='gpt2'"),
+        ("--init_from=scrtch", "scrtch is neither a folder nor a model"),
         ("--n_head=3", "n_embd=32 is not divisible by n_head=3"),
         ("--n_kv_head=3", "n_head=2 is not divisible by n_kv_head=3"),
         ("--n_embd=34", "head dimension .* is odd"),
