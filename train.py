@@ -182,17 +182,15 @@ train_file, val_file = (
 # -----------------------------------------------------------------------------
 # model and optimizer, new or from the checkpoint
 saved = checkpoint.load(ckpt_path) if init_from == "resume" else None
-model_config = GPTConfig.from_settings(config, vocab_size)
-if pretrained:
-    model_config = GPTConfig(
-        **pretrained.model_config | {"block_size": block_size, "dropout": dropout}
-    )
-elif saved and saved.get("pretrained_dtype"):  # the architecture came with the weights
-    pretrained_dtype = saved["pretrained_dtype"]
-    model_config = GPTConfig(
-        **saved["model_config"] | {"block_size": block_size, "dropout": dropout}
-    )
+if saved:
+    pretrained_dtype = saved.get("pretrained_dtype")
+if pretrained_dtype:  # the architecture comes with the weights
+    given = pretrained.model_config if pretrained else saved["model_config"]
+    model_config = GPTConfig(**given | {"block_size": block_size, "dropout": dropout})
+else:
+    model_config = GPTConfig.from_settings(config, vocab_size)
 raw_model = GPT(model_config).to(device)
+config |= {key: value for key, value in raw_model.settings().items() if key in config}
 raw_model.use_cudnn_attention(environment.cudnn_attention(device, dtype, model_config.head_dim))
 n_params, flops_per_token = raw_model.num_params(), raw_model.flops_per_token()
 if pretrained:

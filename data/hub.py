@@ -7,6 +7,7 @@ missing. Which documents are held out depends on their position only, not on pro
 import json
 import os
 import shutil
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -122,17 +123,23 @@ def shard_path(shards: Path, i: int, split: str) -> Path:
 def write_shard(job: tuple) -> None:
     """Tokenize one shard into a file per split; the train file comes last."""
     dataset, n_shards, i, shards, tokenizer, val_fraction = job
-    part = dataset.shard(num_shards=n_shards, index=i)
-    held_out = int(val_fraction * 2**64)
+    part = dataset.shard(num_shards=n_shards, index=i).select_columns("text")
+    in_val: list[str] = []  # few enough to be held
 
-    def documents(split: str):
-        positions = np.uint64(i) << np.uint64(32)
-        for j, row in enumerate(part):
-            in_val = int(scramble(positions + np.uint64(j), key=0)[0]) < held_out
-            if in_val == (split == "val"):
-                yield row["text"]
+    def train_documents() -> Iterator[str]:
+        position = i << 32
+        for batch in part.iter(1000):
+            hashes = scramble(np.arange(position, position + len(batch["text"])), key=0)
+            for text, held_out in zip(batch["text"], hashes < limit, strict=True):
+                if held_out:
+                    in_val.append(text)
+                else:
+                    yield text
+            position += len(batch["text"])
 
-    for split in ("val", "train"):
-        path = shard_path(shards, i, split)
-        write_tokens(path.with_suffix(".tmp"), tokenizer, documents(split))
-        os.replace(path.with_suffix(".tmp"), path)
+    limit = np.uint64(int(val_fraction * 2**64))
+    train, val = (shard_path(shards, i, split) for split in SPLITS)
+    write_tokens(train.with_suffix(".tmp"), tokenizer, train_documents())
+    write_tokens(val.with_suffix(".tmp"), tokenizer, in_val)
+    os.replace(val.with_suffix(".tmp"), val)
+    os.replace(train.with_suffix(".tmp"), train)

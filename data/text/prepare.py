@@ -32,7 +32,6 @@ if not input:
     raise ValueError("no input: pass --input=FILE, or a glob such as --input='notes/**/*.md'")
 if not 0 < val_fraction < 1:
     raise ValueError(f"val_fraction={val_fraction} must be above 0 and below 1")
-chosen = None if tokenizer == "char" else named(tokenizer)
 
 
 def rows(path: Path) -> Iterator[str]:
@@ -60,6 +59,7 @@ for pattern in input.split(","):
     if not found:
         raise ValueError(f"no file matches --input={pattern}")
     paths += map(Path, found)
+chosen = None if tokenizer == "char" else named(tokenizer)
 
 splits: dict[str, list[str]] = {"train": [], "val": []}
 for path in paths:
