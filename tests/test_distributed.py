@@ -247,6 +247,24 @@ def test_different_settings_are_detected(launch, tmp_path):
         assert "Traceback" not in text
 
 
+KNOWN_PEAK = """
+import runpy, sys
+import environment
+environment.peak_flops = lambda device, dtype: 1e12
+sys.argv[0] = "train.py"
+runpy.run_path("train.py", run_name="__main__")
+"""
+
+
+def test_f20_mfu_counts_every_process(launch, tmp_path):
+    ratio = {}
+    for n in (1, 2):
+        launch(n, tmp_path / str(n), "--max_iters=2", code=KNOWN_PEAK)
+        entry = read_metrics(tmp_path / str(n) / "metrics.jsonl")[-2]
+        ratio[n] = entry["mfu"] / entry["tokens_per_s"]
+    assert ratio[2] == pytest.approx(ratio[1] / 2)
+
+
 # Process 1 runs out of memory with more than one sequence.
 ONE_RUNS_OUT = """
 import os, runpy, sys, torch
