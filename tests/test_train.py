@@ -3,6 +3,7 @@
 import json
 import random
 import signal
+import subprocess
 import sys
 import time
 import types
@@ -10,7 +11,7 @@ import warnings
 
 import pytest
 import torch
-from conftest import TINY
+from conftest import ROOT, TINY
 
 import checkpoint
 import model as model_file
@@ -585,3 +586,47 @@ def test_auto_batch_without_a_gpu_and_other_words_are_refused(run, sums, tmp_pat
         train(run, tmp_path, sums, "--batch_size=auto")
     with pytest.raises(ValueError, match="batch_size='large' must be a number"):
         train(run, tmp_path, sums, "--batch_size=large")
+
+
+# ---- packages ---------------------------------------------------------------------------------
+
+BARE = """
+import importlib.metadata, re, runpy, sys
+from importlib.machinery import PathFinder
+allowed, waiting = {"numpy"}, ["torch"]  # what pip would install for torch and numpy
+while waiting:
+    name = waiting.pop()
+    if name not in allowed:
+        allowed.add(name)
+        try:
+            needed = importlib.metadata.requires(name) or []
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        waiting += [re.match(r"[\\w-]+", n).group() for n in needed if "extra" not in n]
+modules = {m for m, names in importlib.metadata.packages_distributions().items()
+           if not {n.lower().replace("_", "-") for n in names}
+           & {n.lower().replace("_", "-") for n in allowed}}
+class Bare:
+    def find_spec(name, path=None, target=None):
+        if name.partition(".")[0] not in modules:
+            return PathFinder.find_spec(name, path, target)
+sys.meta_path[sys.meta_path.index(PathFinder)] = Bare
+for name in ("tqdm", "wandb", "datasets", "tiktoken", "safetensors", "tokenizers", "transformers"):
+    try:
+        __import__(name)
+    except ModuleNotFoundError:
+        continue
+    raise SystemExit(f"{name} is not out of reach")
+sys.argv[0] = "train.py"
+runpy.run_path("train.py", run_name="__main__")
+"""
+
+
+def test_training_needs_torch_and_numpy_only(sums, tmp_path):
+    """With every installed package out of reach but torch, numpy and what they require."""
+    arguments = [*TINY, f"--dataset={sums}", f"--out_dir={tmp_path}", "--sample_interval=5"]
+    done = subprocess.run(
+        [sys.executable, "-c", BARE, *arguments], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "finished at iteration 10" in done.stdout
