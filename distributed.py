@@ -8,7 +8,9 @@ nothing is exchanged before (DistributedDataParallel cuts the graph into buckets
 fsdp: PyTorch's FSDP2; every process holds its share of weights, gradients and optimizer state.
 """
 
+import atexit
 import os
+import sys
 from typing import Any
 
 import torch
@@ -84,6 +86,15 @@ def stop() -> None:
     if dist.is_initialized():
         dist.barrier()  # none leaves while another still waits for it
         dist.destroy_process_group()
+
+
+def leave() -> None:
+    """End a process that has nothing more to say. Python's orderly end may meet a thread of torch's
+    that is still finishing, and then aborts ("terminate called without an active exception")."""
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 def add_up(tensor: Tensor) -> None:

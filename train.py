@@ -505,7 +505,9 @@ log.close()
 distributed.stop()
 if not saved_last:
     raise SystemExit(f"error: the last checkpoint at iteration {iter_num} was not saved")
-if eval_only or not master:
+if not master:
+    distributed.leave()
+if eval_only:
     sys.exit()
 if stopping:
     command = [argument for argument in sys.argv[1:] if not argument.startswith("--init_from=")]

@@ -67,10 +67,7 @@ if cap_gib:
     total = torch.cuda.mem_get_info()[1] / 2**30
     torch.cuda.set_per_process_memory_fraction(cap_gib / total)
 sys.argv[:3] = ["train.py"]
-try:
-    runpy.run_path("train.py", run_name="__main__")
-except SystemExit:
-    pass  # all processes but the first end so
+runpy.run_path("train.py", run_name="__main__")  # all processes but the first end there
 from torch._inductor.cudagraph_trees import get_manager
 manager = get_manager(rank, create_if_none_exists=False)
 recorded = next(manager.graph_counter) if manager else 0
