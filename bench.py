@@ -1,7 +1,6 @@
 """Time training steps: runs the real train.py on random tokens and reads its metrics.
 
     python bench.py config/train_gpt2.py --batch_size=32 --gradient_accumulation_steps=1
-
     python bench.py config/train_gpt2.py --gradient_accumulation_steps=16 --processes=4
 
 Prints the median over the measured steps, their spread ((max - min) / median), MFU where the
@@ -66,11 +65,9 @@ with tempfile.TemporaryDirectory() as folder:
             for rank in range(processes):
                 variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": processes}
                 variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-                environment = os.environ | {name: str(value) for name, value in variables.items()}
+                place = os.environ | {name: str(value) for name, value in variables.items()}
                 running.append(
-                    subprocess.Popen(
-                        command, stdout=file, stderr=subprocess.STDOUT, env=environment
-                    )
+                    subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env=place)
                 )
             entries, first_step = [], None
             while len(entries) < warmup_steps + steps and running[0].poll() is None:

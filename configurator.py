@@ -182,7 +182,7 @@ def nearest(key: str, settings: dict[str, Setting]) -> str:
     return f", did you mean {close[0]!r}?" if close else "; --help lists them all"
 
 
-def describe(settings: dict[str, Setting], script: str, positional: str = "config/FILE.py") -> str:
+def describe(settings: dict[str, Setting], script: str, positional: str) -> str:
     """The text of `--help`: every setting with its default and comment, by section."""
     lines = [f"usage: python {script} [{positional} ...] [--key=value ...]"]
     width = max(len(f"--{s.name}={s.default}") for s in settings.values())

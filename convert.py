@@ -165,6 +165,23 @@ def read_pretrained(source: str) -> Pretrained:
     return Pretrained(model_config, weights, hf_tokenizer_meta(folder), dtype)
 
 
+def check_data(
+    pretrained: Pretrained, source: str, block_size: int, dataset: str, tokenizer: dict[str, Any]
+) -> None:
+    """Raises ValueError unless the model from `source` can be trained on such data."""
+    longest = pretrained.model_config["block_size"]
+    if block_size > longest:
+        raise ValueError(
+            f"block_size={block_size} is more than {source} was made for: use "
+            f"--block_size={longest} or less"
+        )
+    if tokenizer != pretrained.tokenizer and pretrained.tokenizer:
+        raise ValueError(
+            f"data set {dataset} was not made with {source}'s tokenizer: make one with python "
+            f"data/text/prepare.py --input=FILES --tokenizer=hf:{source} --out=data/NAME"
+        )
+
+
 def write_pretrained(saved: dict[str, Any], folder: Path, dtype: torch.dtype) -> None:
     """Write a checkpoint's model and tokenizer as transformers reads them: as a Llama, or with
     QK-norm as a Qwen3."""

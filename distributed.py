@@ -43,6 +43,17 @@ def place() -> tuple[int, int, int]:
     )
 
 
+def check_accumulation(gradient_accumulation_steps: int, world_size: int) -> None:
+    """Raises ValueError unless every process gets as many of a step's micro-batches."""
+    if gradient_accumulation_steps % world_size:
+        below = gradient_accumulation_steps // world_size * world_size
+        raise ValueError(
+            f"gradient_accumulation_steps={gradient_accumulation_steps} counts the micro-batches "
+            f"of all {world_size} processes, so it must be a multiple of {world_size}: use "
+            + " or ".join(str(n) for n in (below, below + world_size) if n)
+        )
+
+
 def start(device: torch.device, backend: str, config: dict[str, Any]) -> None:
     """Join the other processes, if there are any, and see that all have the same settings."""
     rank, _, world_size = place()
@@ -124,7 +135,8 @@ def smallest(value: float) -> float:
 def shard(model: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
     """Divide `model` among all processes, block by block, in place (FSDP2).
 
-    Products run in `dtype`, gradients are summed in float32, as without it.
+    It may come on the CPU: then no device ever holds more than its share and one block. Products
+    run in `dtype`, gradients are summed in float32, as without it.
     """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard

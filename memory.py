@@ -1,6 +1,6 @@
 """Where GPU memory goes, and what to do when there is not enough of it.
 
-`estimate` says what a training step takes; `fit_batch` finds a split of the global batch that
+`estimate` says what a training step takes; `choose_split` finds a split of the global batch that
 fits, by trying real steps.
 """
 
@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 import torch
 
+import distributed
 from loss import CHUNK_ELEMENTS
 from model import CHECKPOINTING, GPTConfig
 
@@ -53,6 +54,47 @@ def describe(components: dict[str, float]) -> str:
     """`weights 0.5 + ... = 12.3 GiB`"""
     parts = " + ".join(f"{name} {size:.2f}" for name, size in components.items())
     return f"{parts} = {sum(components.values()):.2f} GiB"
+
+
+def choose_split(
+    trial: Callable[[int, str], None],
+    config: GPTConfig,
+    n_params: int,
+    per_step: int,
+    batch_size: int,
+    checkpointing: str,
+    available_gib: float,
+    auto: bool = False,
+    fsdp: bool = False,
+) -> Split:
+    """The split of the `per_step` sequences of a step to train with, on all processes the same:
+    `batch_size` and `checkpointing` if that fits, else the next one that does.
+
+    Args:
+        trial: see `fit_batch`; the other arguments: see `splits_to_try`.
+        auto: take the largest batch size that fits.
+        fsdp: one process that fails would leave the others waiting, so there is no second try.
+
+    Raises ValueError when nothing fits.
+    """
+    if fsdp:
+        found = fit_batch(trial, [(batch_size, checkpointing)])
+    else:
+        wanted = None if auto else batch_size
+        splits = splits_to_try(config, n_params, per_step, wanted, checkpointing, available_gib)
+        found = fit_batch(trial, splits, distributed.any_of)
+    if found:
+        return found
+    if fsdp:
+        raise ValueError(
+            f"out of memory: use a smaller --batch_size, such as {max(1, batch_size // 2)}, with "
+            "--gradient_accumulation_steps so much larger, or --activation_checkpointing=block"
+        )
+    components = estimate(config, n_params, 1, "block", accumulates=per_step > 1)
+    raise ValueError(
+        f"out of memory even with one sequence and activation checkpointing: a step takes about "
+        f"{describe(components)}; use a smaller block_size or model"
+    )
 
 
 def splits_to_try(

@@ -19,14 +19,16 @@ class RunLog:
 
     def __init__(self, out_dir: Path, config: dict[str, Any], start_iter: int, quiet: bool = False):
         self.path, self.quiet = out_dir / "metrics.jsonl", quiet
-        self.keeps_metrics = not config["eval_only"] and not quiet
+        self.keeps_metrics = not (quiet or config["eval_only"])
         if self.keeps_metrics:
             kept = [entry for entry in read_metrics(self.path) if entry["iter"] < start_iter]
             temporary = self.path.with_suffix(".tmp")
             temporary.write_text("".join(json.dumps(e) + "\n" for e in kept), encoding="utf-8")
             os.replace(temporary, self.path)
-        self.bar = None
-        if sys.stdout.isatty() and not quiet:
+        self.bar = self.wandb = None
+        if quiet:
+            return
+        if sys.stdout.isatty():
             try:
                 from tqdm import tqdm
 
@@ -35,9 +37,8 @@ class RunLog:
                 )
             except ImportError:
                 pass  # plain lines do
-        self.wandb = (
-            self.start_wandb(out_dir, config) if config["wandb_log"] and not quiet else None
-        )
+        if config["wandb_log"]:
+            self.wandb = self.start_wandb(out_dir, config)
 
     def start_wandb(self, out_dir: Path, config: dict[str, Any]) -> Any:
         """The wandb run, the same one after a resume; None if wandb fails, which stops nothing."""

@@ -28,7 +28,7 @@ import checkpoint
 import distributed
 import memory
 from configurator import configure, read_settings, resolve
-from convert import read_pretrained
+from convert import check_data, read_pretrained
 from dataloader import DataLoader, TokenFile, read_meta, validation_batches
 from model import CHECKPOINTING, GPT, GPTConfig
 from optim import (
@@ -122,13 +122,7 @@ for key in ("batch_size", "gradient_accumulation_steps", "eval_iters", "log_inte
         raise ValueError(f"{key}={config[key]} must be at least 1")
 rank, local_rank, world_size = distributed.place()
 master, fsdp = rank == 0, parallel == "fsdp" and world_size > 1
-if gradient_accumulation_steps % world_size:
-    below = gradient_accumulation_steps // world_size * world_size
-    raise ValueError(
-        f"gradient_accumulation_steps={gradient_accumulation_steps} counts the micro-batches of "
-        f"all {world_size} processes, so it must be a multiple of {world_size}: use "
-        + " or ".join(str(n) for n in (below, below + world_size) if n)
-    )
+distributed.check_accumulation(gradient_accumulation_steps, world_size)
 ckpt_path, best_path = Path(out_dir, "ckpt.pt"), Path(out_dir, "best.pt")
 if master:
     checkpoint.make_folder(Path(out_dir))
@@ -152,6 +146,8 @@ amp = environment.autocast(device, dtype)
 torch.manual_seed(seed)
 if device.type == "cuda":
     torch.set_float32_matmul_precision("high")  # TF32 for what stays in float32
+if device.type == "cpu":
+    environment.keep_freed_memory()
 
 # -----------------------------------------------------------------------------
 # data
@@ -160,20 +156,10 @@ meta = read_meta(data_dir)
 data_vocab = meta.get("vocab_size", vocab_size or 50304)
 vocab_size = vocab_size or math.ceil(data_vocab / 64) * 64
 tokenizer_meta = {key: meta[key] for key in META_KEYS if key in meta}
-pretrained, pretrained_dtype = None, None
-if init_from not in ("scratch", "resume"):
-    pretrained = read_pretrained(init_from)
-    pretrained_dtype, vocab_size = pretrained.dtype, pretrained.model_config["vocab_size"]
-    if block_size > pretrained.model_config["block_size"]:
-        raise ValueError(
-            f"block_size={block_size} is more than {init_from} was made for: use "
-            f"--block_size={pretrained.model_config['block_size']} or less"
-        )
-    if tokenizer_meta != pretrained.tokenizer and pretrained.tokenizer:
-        raise ValueError(
-            f"data set {dataset} was not made with {init_from}'s tokenizer: make one with python "
-            f"data/text/prepare.py --input=FILES --tokenizer=hf:{init_from} --out=data/NAME"
-        )
+pretrained = None if init_from in ("scratch", "resume") else read_pretrained(init_from)
+if pretrained:
+    check_data(pretrained, init_from, block_size, dataset, tokenizer_meta)
+    vocab_size = pretrained.model_config["vocab_size"]
 train_file, val_file = (
     TokenFile(data_dir / name, block_size, min(data_vocab, vocab_size), meta.get("dtype", "uint16"))
     for name in ("train.bin", "val.bin")
@@ -182,14 +168,13 @@ train_file, val_file = (
 # -----------------------------------------------------------------------------
 # model and optimizer, new or from the checkpoint
 saved = checkpoint.load(ckpt_path) if init_from == "resume" else None
-if saved:
-    pretrained_dtype = saved.get("pretrained_dtype")
+pretrained_dtype = pretrained.dtype if pretrained else saved and saved.get("pretrained_dtype")
 if pretrained_dtype:  # the architecture comes with the weights
     given = pretrained.model_config if pretrained else saved["model_config"]
     model_config = GPTConfig(**given | {"block_size": block_size, "dropout": dropout})
 else:
     model_config = GPTConfig.from_settings(config, vocab_size)
-raw_model = GPT(model_config).to(device)
+raw_model = GPT(model_config).to("cpu" if fsdp else device)
 config |= {key: value for key, value in raw_model.settings().items() if key in config}
 raw_model.use_cudnn_attention(environment.cudnn_attention(device, dtype, model_config.head_dim))
 n_params, flops_per_token = raw_model.num_params(), raw_model.flops_per_token()
@@ -209,6 +194,7 @@ optimizer = build_optimizer(raw_model, learning_rate, (beta1, beta2), weight_dec
 scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
 iter_num, best_val_loss, data_offset = 0, math.inf, 0
 sequences_per_iter = batch_size * gradient_accumulation_steps
+sequences_per_process = sequences_per_iter // world_size
 eval_sequences = eval_iters * batch_size
 tokens_per_iter = sequences_per_iter * block_size
 if saved:
@@ -372,31 +358,17 @@ for signum in (signal.SIGINT, signal.SIGTERM):
 # -----------------------------------------------------------------------------
 # find out whether a step fits into memory, and split it further if not: the same global batch,
 # the same data, the same loss curve
-sequences_per_process = sequences_per_iter // world_size
-splits = memory.splits_to_try(
+fitting = memory.choose_split(
+    try_step,
     model_config,
     n_params,
     sequences_per_process,
-    None if auto_batch else batch_size,
+    batch_size,
     activation_checkpointing,
     available_gib,
+    auto=auto_batch,
+    fsdp=fsdp,
 )
-if fsdp:  # one process that fails leaves the others waiting: no second try
-    splits = [(batch_size, activation_checkpointing)]
-fitting = memory.fit_batch(
-    try_step, splits, lambda failed: failed if fsdp else distributed.any_of(failed)
-)
-if fitting is None and fsdp:
-    raise ValueError(
-        f"out of memory: use a smaller --batch_size, such as {max(1, batch_size // 2)}, with "
-        "--gradient_accumulation_steps so much larger, or --activation_checkpointing=block"
-    )
-if fitting is None:
-    components = memory.estimate(model_config, n_params, 1, "block", sequences_per_iter > 1)
-    raise ValueError(
-        f"out of memory even with one sequence and activation checkpointing: a step takes about "
-        f"{memory.describe(components)}; use a smaller block_size or model"
-    )
 if fitting != (batch_size, activation_checkpointing):
     batch_size, activation_checkpointing = fitting
     gradient_accumulation_steps = sequences_per_iter // batch_size

@@ -20,6 +20,13 @@ from writer import SPLITS, complete, write_tokens
 
 DOCUMENTS_PER_SHARD = 50_000
 
+# settings of every data set from the hub; its prepare.py adds path, name and val_fraction
+revision = "main"  # commit, tag or branch: name a commit for a data set that never changes
+tokenizer = "gpt2"  # gpt2, byte, or hf:PATH_OR_HUB_ID
+num_proc = 1  # processes that tokenize
+streaming = False  # read over the network without keeping a copy of the text
+out = ""  # folder to write to; default: the data set's own
+
 
 def prepare_from_hub(
     folder: str | Path,

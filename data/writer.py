@@ -23,10 +23,10 @@ def token_dtype(tokenizer: Tokenizer) -> np.dtype:
     return np.dtype("<u2" if tokenizer.vocab_size <= 2**16 else "<u4")
 
 
-def write_tokens(path: Path, tokenizer: Tokenizer, documents: Iterable[str]) -> int:
+def write_tokens(path: Path, tokenizer: Tokenizer, documents: Iterable[str]) -> None:
     """Write the ids of `documents` to `path`, each with the tokenizer's end-of-text token where it
-    has one; returns how many."""
-    count, buffer = 0, []
+    has one."""
+    buffer: list[int] = []
     with open(path, "wb") as file:
         for document in documents:
             buffer += tokenizer.encode(document)
@@ -34,9 +34,8 @@ def write_tokens(path: Path, tokenizer: Tokenizer, documents: Iterable[str]) -> 
                 buffer.append(tokenizer.end_of_text)
             if len(buffer) >= BUFFER_TOKENS:
                 np.array(buffer, dtype=token_dtype(tokenizer)).tofile(file)
-                count, buffer = count + len(buffer), []
+                buffer = []
         np.array(buffer, dtype=token_dtype(tokenizer)).tofile(file)
-    return count + len(buffer)
 
 
 def write_dataset(

@@ -5,6 +5,7 @@ import os
 import runpy
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -40,6 +41,13 @@ TINY = [
     "--compile=False",
     "--device=cpu",
 ]
+
+
+def free_port() -> int:
+    """A port of this machine for processes to meet at."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return found.getsockname()[1]
 
 
 @pytest.fixture(scope="session")

@@ -159,6 +159,7 @@ def test_f35_help_lists_every_key_with_default_and_comment(settings, tmp_path, m
 
 
 def test_help_columns_line_up(settings):
-    lines = [line for line in describe(settings, "s.py").splitlines() if line.startswith("  --")]
+    shown = describe(settings, "s.py", "FILE").splitlines()
+    lines = [line for line in shown if line.startswith("  --")]
     columns = {line.index(settings[line[4:].split("=")[0]].comment) for line in lines}
     assert len(lines) == len(settings) and len(columns) == 1

@@ -3,7 +3,6 @@
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -11,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, TINY
+from conftest import ROOT, TINY, free_port
 
 import checkpoint
 import distributed
@@ -21,12 +20,6 @@ from runlog import read_metrics
 # Five evaluation batches do not divide by two.
 SETTINGS = [*TINY, "--gradient_accumulation_steps=4", "--eval_iters=5", "--max_iters=20"]
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
-
-
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return found.getsockname()[1]
 
 
 @pytest.fixture

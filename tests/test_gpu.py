@@ -8,7 +8,6 @@ import os
 import pickle
 import queue
 import re
-import socket
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -17,7 +16,7 @@ import environment
 
 import pytest
 import torch
-from conftest import ROOT, SUMS
+from conftest import ROOT, SUMS, free_port
 from torch import nn
 from torch.nn import functional as F
 
@@ -36,6 +35,7 @@ TOLERANCE = 0.01  # of losses in bfloat16 against float32; on a CPU 0.0005, with
 
 SMALL = [
     "--batch_size=8",
+    "--gradient_accumulation_steps=4",
     "--block_size=128",
     "--n_layer=2",
     "--n_head=4",
@@ -89,10 +89,8 @@ def train(data, out, *arguments, cap_gib=0.0, processes=1, **variables):
     """Run train.py in processes of its own; its output, losses and the first one's state."""
     out.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-c", WATCHED, str(out), str(cap_gib), *SMALL, f"--dataset={data}"]
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(found.getsockname()[1]),
-                 "WORLD_SIZE": str(processes)}  # fmt: skip
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()),
+             "WORLD_SIZE": str(processes)}  # fmt: skip
     outputs = [open(out / f"output{rank}.txt", "w+") for rank in range(processes)]
     running = [  # not through pipes: a full one that nobody reads would stop its process
         subprocess.Popen(
@@ -131,36 +129,45 @@ CELLS = [
 
 
 @pytest.fixture(scope="module")
-def matrix(data, tmp_path_factory):
-    """Every cell, several at a time; the reference is eager float32."""
+def reference(data, tmp_path_factory):
+    """One GPU, eager, float32, every step in one piece."""
+    arguments = ["--compile=False", "--dtype=float32", "--batch_size=32"]
+    out = tmp_path_factory.mktemp("reference")
+    return train(data, out, *arguments, "--gradient_accumulation_steps=1")
+
+
+def train_cell(data, out, mode, checkpointing, *arguments, **options):
+    """What `train` returns, or {"error": output}."""
+    compiling = "--compile=False" if mode == "off" else f"--compile_mode={mode}"
+    arguments = (compiling, f"--activation_checkpointing={checkpointing}", *arguments)
+    try:
+        return train(data, out, *arguments, **options)
+    except AssertionError as error:
+        return {"error": str(error)}
+
+
+@pytest.fixture(scope="module")
+def matrix(data, reference, tmp_path_factory):
+    """Every cell, several at a time."""
     folder = tmp_path_factory.mktemp("matrix")
 
     def run(cell):
         mode, accumulation, checkpointing = cell
-        arguments = [
+        return train_cell(
+            data, folder / "-".join(map(str, cell)), mode, checkpointing, "--sample_interval=4",
             f"--gradient_accumulation_steps={accumulation}", f"--batch_size={32 // accumulation}",
-            f"--activation_checkpointing={checkpointing}", "--sample_interval=4",
-        ]  # fmt: skip
-        arguments += ["--compile=False"] if mode == "off" else [f"--compile_mode={mode}"]
-        try:
-            return train(data, folder / "-".join(map(str, cell)), *arguments)
-        except AssertionError as error:
-            return {"error": str(error)}
+        )  # fmt: skip
 
     slowest_first = CELLS[::-1]
     with ThreadPoolExecutor(12) as pool:
         results = dict(zip(slowest_first, pool.map(run, slowest_first), strict=True))
-    results["reference"] = train(
-        data, folder / "reference", "--compile=False", "--dtype=float32", "--batch_size=32",
-        "--gradient_accumulation_steps=1",
-    )  # fmt: skip
     rows = ["", "| compile | accumulation | checkpointing | worst loss difference | graphs |"]
     for cell in CELLS:
         found = results[cell]
         if "error" in found:
             rows.append(f"| {' | '.join(map(str, cell))} | failed | |")
             continue
-        worst = max(map(abs_difference, found["losses"], results["reference"]["losses"]))
+        worst = max(map(abs_difference, found["losses"], reference["losses"]))
         rows.append(f"| {' | '.join(map(str, cell))} | {worst:.4f} | {found['recorded']} |")
     print("\n".join(rows))
     return results
@@ -172,8 +179,8 @@ def abs_difference(a, b):
 
 @pytest.mark.xdist_group("matrix")
 @pytest.mark.parametrize("cell", CELLS, ids=lambda cell: "-".join(map(str, cell)))
-def test_f12_every_combination_trains_like_the_eager_float32_reference(matrix, cell):
-    found, reference = matrix[cell], matrix["reference"]
+def test_f12_every_combination_trains_like_the_eager_float32_reference(matrix, reference, cell):
+    found = matrix[cell]
     assert "error" not in found, found["error"]
     assert len(found["losses"]) == 30
     assert max(map(abs_difference, found["losses"], reference["losses"])) < TOLERANCE
@@ -473,22 +480,17 @@ two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two G
 
 @pytest.fixture(scope="module")
 def several(data, tmp_path_factory):
-    """Every cell on two GPUs; the reference is one, eager, float32."""
+    """Every cell on two GPUs."""
     folder = tmp_path_factory.mktemp("several")
 
     def run(cell):
         mode, checkpointing, engine = cell
-        arguments = [
-            "--gradient_accumulation_steps=4", f"--activation_checkpointing={checkpointing}",
-            f"--parallel={engine}", "--sample_interval=15",
-        ]  # fmt: skip
-        arguments += ["--compile=False"] if mode == "off" else [f"--compile_mode={mode}"]
+        pair = pairs.get()
         try:
-            pair = pairs.get()
-            out = folder / "-".join(cell)
-            return train(data, out, *arguments, processes=2, CUDA_VISIBLE_DEVICES=pair)
-        except AssertionError as error:
-            return {"error": str(error)}
+            return train_cell(
+                data, folder / "-".join(cell), mode, checkpointing, "--sample_interval=15",
+                f"--parallel={engine}", processes=2, CUDA_VISIBLE_DEVICES=pair,
+            )  # fmt: skip
         finally:
             pairs.put(pair)
 
@@ -497,25 +499,20 @@ def several(data, tmp_path_factory):
     for first in range(0, torch.cuda.device_count() - 1, 2):
         pairs.put(f"{first},{first + 1}")
     with ThreadPoolExecutor(pairs.qsize()) as pool:
-        results = dict(zip(slowest_first, pool.map(run, slowest_first), strict=True))
-    results["reference"] = train(
-        data, folder / "reference", "--compile=False", "--dtype=float32", "--batch_size=32",
-        "--gradient_accumulation_steps=1",
-    )  # fmt: skip
-    return results
+        return dict(zip(slowest_first, pool.map(run, slowest_first), strict=True))
 
 
 @two_gpus
 @pytest.mark.parametrize("cell", SEVERAL, ids="-".join)
-def test_f12_two_gpus_train_like_one_or_say_what_to_use(several, cell):
+def test_f12_two_gpus_train_like_one_or_say_what_to_use(several, reference, cell):
     mode, _, engine = cell
     found = several[cell]
     if engine == "fsdp" and mode in environment.GRAPH_MODES:
         assert "use compile_mode=default (or max-autotune-no-cudagraphs)" in found["error"]
         return
     assert "error" not in found, found["error"]
-    worst = max(map(abs_difference, found["losses"], several["reference"]["losses"]))
-    worst_val = max(map(abs_difference, found["val"], several["reference"]["val"]))
+    worst = max(map(abs_difference, found["losses"], reference["losses"]))
+    worst_val = max(map(abs_difference, found["val"], reference["val"]))
     print(f"\n{cell}: worst {worst:.4f}, evaluation {worst_val:.4f}, graphs {found['recorded']}")
     assert len(found["losses"]) == 30 and worst < TOLERANCE and worst_val < TOLERANCE
     assert (3 <= found["recorded"] <= 8) is (mode in environment.GRAPH_MODES)
@@ -524,21 +521,19 @@ def test_f12_two_gpus_train_like_one_or_say_what_to_use(several, cell):
 
 @two_gpus
 def test_checkpoints_move_between_fsdp_ddp_and_one_gpu(data, tmp_path):
-    whole = train(data, tmp_path / "whole", "--gradient_accumulation_steps=4")
+    whole = train(data, tmp_path / "whole")
     more = [["--parallel=fsdp", "--max_iters=10"], ["--max_iters=20"], ["--parallel=fsdp"]]
     for i, (arguments, processes) in enumerate(zip(more, (2, 1, 2), strict=True)):
         start = f"--init_from={'resume' if i else 'scratch'}"
-        parts = train(
-            data, tmp_path / "parts", "--gradient_accumulation_steps=4", start, *arguments,
-            processes=processes,
-        )  # fmt: skip
+        parts = train(data, tmp_path / "parts", start, *arguments, processes=processes)
     assert len(parts["losses"]) == 30
     assert max(map(abs_difference, parts["losses"], whole["losses"])) < TOLERANCE
 
 
 # ---- F15: out of memory -----------------------------------------------------------------------
 
-GPT2 = ["--batch_size=64", "--block_size=1024", "--n_layer=12", "--n_head=12", "--n_kv_head=12",
+GPT2 = ["--batch_size=64", "--gradient_accumulation_steps=1", "--block_size=1024", "--n_layer=12",
+        "--n_head=12", "--n_kv_head=12",
         "--n_embd=768", "--vocab_size=50304", "--max_iters=20", "--eval_interval=0"]  # fmt: skip
 
 
