@@ -1,6 +1,7 @@
 """What needs no GPU: faked driver layouts, missing compilers, disabling variables."""
 
 import os
+import platform
 import subprocess
 import sys
 from pathlib import Path
@@ -195,3 +196,25 @@ def test_f05_a_mode_that_cannot_help_here_is_said_at_the_start(monkeypatch):
     assert "autotuned" not in environment.summary(gpu, torch.bfloat16, None, "default")
     shown = environment.summary(CPU, torch.float32, None, "reduce-overhead")
     assert "without CUDA graphs on cpu" in shown
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="needs glibc")
+@pytest.mark.parametrize("kept", [False, True])
+def test_freed_memory_is_kept_from_step_to_step(kept):
+    script = (
+        "import resource, environment, torch\n"
+        "from model import GPT, GPTConfig\n"
+        f"if {kept}: environment.keep_freed_memory()\n"
+        "model = GPT(GPTConfig(block_size=64, vocab_size=128, n_layer=4, n_head=4, n_embd=128))\n"
+        "tokens = torch.randint(128, (12, 64))\n"
+        "def step():\n"
+        "    model(tokens, tokens).backward()\n"
+        "    model.zero_grad()\n"
+        "for _ in range(10): step()\n"
+        "before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt\n"
+        "for _ in range(10): step()\n"
+        "print((resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before) // 10)\n"
+    )
+    found = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True)
+    pages = int(found.stdout)  # faulted in, per step
+    assert pages < 100 if kept else pages > 300, pages

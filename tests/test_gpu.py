@@ -19,9 +19,11 @@ import torch
 from conftest import ROOT, SUMS, free_port
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from loss import linear_cross_entropy
 from model import GPT, GPTConfig
+from optim import allocate_gradients
 from runlog import read_metrics
 from tokenizer import CharTokenizer
 from writer import split_text, write_dataset
@@ -206,6 +208,54 @@ def test_f07_nothing_grows_and_nothing_is_recompiled_after_the_second_evaluation
     for evaluation in later:  # 2 MiB are one page of an expandable segment
         assert evaluation["reserved"] <= second["reserved"] + 2 * 2**20
         assert evaluation["graphs"] == second["graphs"]
+
+
+def directional(model, function, tokens, targets, eps=1e-2):
+    """The slope of the loss along its gradient: by two losses, and as the gradient has it."""
+
+    def loss():
+        torch.manual_seed(0)  # the same dropout each time
+        torch.compiler.cudagraph_mark_step_begin()
+        return function(tokens, targets)
+
+    gradient = allocate_gradients(model)
+    for _ in range(3):  # a graph's warm-up, recording, replay
+        gradient.zero_()
+        loss().backward()
+    length = gradient.norm()
+    losses = []
+    for sign in (1, -1):
+        with torch.no_grad():
+            for p in model.parameters():
+                p += sign * eps / length * p.grad
+        losses.append(loss().item())
+        with torch.no_grad():
+            for p in model.parameters():
+                p -= sign * eps / length * p.grad
+    return (losses[0] - losses[1]) / (2 * eps), length.item()
+
+
+@pytest.mark.parametrize("mode", ["off", "default", "reduce-overhead"])
+@pytest.mark.parametrize("kind", ["block", "selective", "naive"])
+def test_f12_dropout_that_is_recomputed_is_the_same(kind, mode):
+    """Else the gradient would be that of another loss."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(block_size=128, vocab_size=512, n_layer=4, n_head=4, n_embd=128,
+                          dropout=0.3)).cuda()  # fmt: skip
+    if kind == "naive":
+        if mode != "off":
+            pytest.skip("compiled code keeps its own random state")
+        for block in model.blocks:
+            block.forward = lambda x, rope, block=block: checkpoint(
+                block.compute, x, rope, use_reentrant=False, preserve_rng_state=False
+            )
+    else:
+        model.use_activation_checkpointing(kind)
+    function = model if mode == "off" else torch.compile(model, mode=mode, dynamic=False)
+    tokens, targets = torch.randint(512, (2, 8, 128), device="cuda")
+    slope, length = directional(model, function, tokens, targets)
+    assert (slope == pytest.approx(length, rel=0.02)) is (kind != "naive"), (slope, length)
 
 
 # ---- F01, F02: what a replay overwrites --------------------------------------------------------
@@ -517,6 +567,33 @@ def test_f12_two_gpus_train_like_one_or_say_what_to_use(several, reference, cell
     assert len(found["losses"]) == 30 and worst < TOLERANCE and worst_val < TOLERANCE
     assert (3 <= found["recorded"] <= 8) is (mode in environment.GRAPH_MODES)
     assert found["skips"] == 0
+
+
+@two_gpus
+def test_fsdp_never_holds_a_whole_model_on_a_gpu(tmp_path):
+    script = tmp_path / "shard.py"
+    script.write_text(
+        f"import sys; sys.path[:0] = [{str(ROOT)!r}]\n"
+        "import environment, torch, distributed\n"
+        "from model import GPT, GPTConfig\n"
+        "rank = distributed.place()[0]\n"
+        "device = environment.choose_device('cuda', rank)\n"
+        "distributed.start(device, 'auto', {})\n"
+        "model = GPT(GPTConfig(n_layer=24))\n"
+        "whole = 4 * model.num_params()\n"
+        "if sys.argv[1] == 'naive': model.to(device)\n"
+        "distributed.shard(model, device, torch.bfloat16)\n"
+        "if rank == 0: print('share', torch.cuda.max_memory_allocated() / whole)\n"
+        "distributed.stop(); distributed.leave()\n"
+    )
+    shares = []
+    for kind in ("ours", "naive"):
+        done = subprocess.run(
+            [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2",
+             script, kind], capture_output=True, text=True,
+        )  # fmt: skip
+        shares.append(float(re.search(r"share ([\d.]+)", done.stdout).group(1)))
+    assert shares[0] < 0.75 < 1.0 <= shares[1], shares
 
 
 @two_gpus
