@@ -16,21 +16,16 @@ import tempfile
 import time
 from pathlib import Path
 
-from environment import GRAPH_MODES
-
 import numpy as np
-import torch
 
 from configurator import configure
-from memory import describe, estimate
-from model import GPT, GPTConfig
 from runlog import read_metrics
 
 # measurement
 steps = 12  # steps measured
 warmup_steps = 4  # steps before them: caches, clocks
 processes = 1  # GPUs of this machine to train on
-memory = False  # estimate peak memory per component too (not for fsdp and batch_size=auto)
+memory = False  # estimate peak memory per component too
 
 HERE = Path(__file__).parent
 config = configure(globals(), base=HERE / "train.py")
@@ -94,15 +89,7 @@ if measured[-1]["mfu"] is not None:
     print(f"mfu         {statistics.median(entry['mfu'] for entry in measured):12.1%}")
 if measured[-1]["memory_gib"] is not None:
     print(f"peak memory {measured[-1]['memory_gib']:12.2f} GiB")
-if memory and config["batch_size"] != "auto" and config["parallel"] == "ddp":
-    model_config = GPTConfig.from_settings(config, vocab_size)
-    with torch.device("meta"):
-        n_params = GPT(model_config).num_params()
-    components = estimate(
-        model_config, n_params, config["batch_size"], config["activation_checkpointing"],
-        accumulates=config["gradient_accumulation_steps"] > 1
-        or config["compile_mode"] in GRAPH_MODES
-        or processes > 1,
-    )  # fmt: skip
-    print(f"estimate    {describe(components)}")
+if memory:
+    estimate = next(line for line in lines if line.startswith("memory "))
+    print(f"estimate    {estimate.removeprefix('memory ').removesuffix(', by estimate')}")
 print(f"first step  {first_step:12.1f} s after the start")

@@ -18,20 +18,37 @@ Split = tuple[int, str]  # batch_size, activation_checkpointing
 
 
 def estimate(
-    config: GPTConfig, n_params: int, batch_size: int, checkpointing: str, accumulates: bool
+    config: GPTConfig,
+    n_params: int,
+    batch_size: int,
+    checkpointing: str,
+    accumulates: bool,
+    dtype: torch.dtype = torch.bfloat16,
+    compiled: bool = True,
+    shards: int = 1,
 ) -> dict[str, float]:
-    """Peak memory of a compiled bfloat16 training step, in GiB per component.
+    """Peak memory of a training step without dropout, in GiB per component.
 
     The peak is at the end of the forward pass. Unless gradients are kept from micro-step to
     micro-step (`accumulates`), there are none then; they take the place of the activations that
     backward frees.
+
+    Args:
+        dtype: what matrix products are computed in.
+        shards: processes that the model is divided among (FSDP).
     """
-    tokens = batch_size * config.block_size
+    tokens, size = batch_size * config.block_size, dtype.itemsize
     width, kv_width = config.n_embd, config.n_kv_head * config.head_dim
     q_width = config.n_head * config.head_dim
-    # bfloat16 values that one block keeps per token: its input, both norms' outputs, queries, the
+    # values that one block keeps per token: its input, both norms' outputs, queries, the
     # attention's output, the residual after it; keys and values; gate, up and their product
     block = 4 * width + 2 * q_width + 2 * kv_width + 3 * config.n_hidden
+    if not compiled:  # also the gate's SiLU, and the norms' inputs in float32
+        block += config.n_hidden + (2 * width if size < 4 else 0)
+    elif shards > 1:  # compiled with a budget: norms' outputs and the product are recomputed
+        block -= config.n_hidden + 2 * width
+    if dtype == torch.float16:  # the residual stream stays in float32
+        block += 2 * width if compiled else 0
     kept = {
         "none": config.n_layer * block,
         "selective": config.n_layer * (width + q_width) + block,  # inputs and attention's outputs
@@ -39,15 +56,16 @@ def estimate(
     }[checkpointing]
     chunk = min(CHUNK_ELEMENTS, tokens * config.vocab_size)
     head = config.vocab_size * width
-    cast = n_params - (head if config.tied_embeddings else 2 * head)  # bfloat16 copies for backward
+    in_blocks = n_params - (head if config.tied_embeddings else 2 * head)
+    copies = size * in_blocks if size < 4 and shards == 1 else 0  # in `dtype`, for backward
     components = {
-        "weights": 4 * n_params + 2 * cast,
-        "gradients": 4 * n_params if accumulates else 0,
-        "optimizer": 8 * n_params,
-        "activations": 2 * tokens * (kept + 4 * width),  # and the loss's inputs and gradients
-        "logits": 2 * chunk + 8 * head,  # one chunk, and the head's gradient being summed up
+        "weights": 4 * n_params / shards + copies,
+        "gradients": 4 * n_params / shards if accumulates else 0,
+        "optimizer": 8 * n_params / shards,
+        "activations": size * tokens * (kept + 4 * width),  # and the loss's inputs and gradients
+        "logits": size * chunk + 8 * head,  # one chunk, and the head's gradient being summed up
     }
-    return {name: size / 2**30 for name, size in components.items()}
+    return {name: bytes_ / 2**30 for name, bytes_ in components.items()}
 
 
 def describe(components: dict[str, float]) -> str:
@@ -58,8 +76,7 @@ def describe(components: dict[str, float]) -> str:
 
 def choose_split(
     trial: Callable[[int, str], None],
-    config: GPTConfig,
-    n_params: int,
+    needs: Callable[[int, str, bool], dict[str, float]],
     per_step: int,
     batch_size: int,
     checkpointing: str,
@@ -81,7 +98,7 @@ def choose_split(
         found = fit_batch(trial, [(batch_size, checkpointing)])
     else:
         wanted = None if auto else batch_size
-        splits = splits_to_try(config, n_params, per_step, wanted, checkpointing, available_gib)
+        splits = splits_to_try(needs, per_step, wanted, checkpointing, available_gib)
         found = fit_batch(trial, splits, distributed.any_of)
     if found:
         return found
@@ -90,7 +107,7 @@ def choose_split(
             f"out of memory: use a smaller --batch_size, such as {max(1, batch_size // 2)}, with "
             "--gradient_accumulation_steps so much larger, or --activation_checkpointing=block"
         )
-    components = estimate(config, n_params, 1, "block", accumulates=per_step > 1)
+    components = needs(1, "block", per_step > 1)
     raise ValueError(
         f"out of memory even with one sequence and activation checkpointing: a step takes about "
         f"{describe(components)}; use a smaller block_size or model"
@@ -98,8 +115,7 @@ def choose_split(
 
 
 def splits_to_try(
-    config: GPTConfig,
-    n_params: int,
+    needs: Callable[[int, str, bool], dict[str, float]],
     per_step: int,
     batch_size: int | None,
     checkpointing: str,
@@ -109,7 +125,8 @@ def splits_to_try(
 
     Micro-batches of about half the size each time, divisors of `per_step`, then single sequences
     with ever more activation checkpointing. `batch_size` None (auto): all divisors from the largest
-    down. What by the estimate is hopeless in `available_gib` is not tried: compiling takes time.
+    down. What by `needs` (`estimate`, with the model's arguments) is hopeless in `available_gib` is
+    not tried: compiling takes time.
     """
     sizes = [batch_size or per_step]
     for size in range(sizes[0] - 1, 0, -1):
@@ -119,7 +136,7 @@ def splits_to_try(
     splits = [(size, checkpointing) for size in sizes] + [(1, kind) for kind in more]
 
     def hopeless(split: Split) -> bool:
-        components = estimate(config, n_params, *split, accumulates=split[0] < per_step)
+        components = needs(*split, split[0] < per_step)
         return sum(components.values()) > 1.1 * available_gib
 
     return [split for split in splits if not hopeless(split)] or splits[-1:]

@@ -214,8 +214,10 @@ class Block(nn.Module):
     def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], *cached) -> Tensor:
         if self.checkpointing == "none" or not torch.is_grad_enabled():
             return self.compute(x, rope, *cached)
-        if self.checkpointing == "block":
+        if self.checkpointing == "block" and not self.dropout.p:
             return checkpoint.checkpoint(self.compute, x, rope, use_reentrant=False)
+        # With dropout, block does the same: compiled, attention that is recomputed would draw from
+        # a generator that torch.manual_seed does not reach.
         contexts = partial(checkpoint.create_selective_checkpoint_contexts, keep_attention)
         return checkpoint.checkpoint(
             self.compute, x, rope, use_reentrant=False, context_fn=contexts
@@ -227,7 +229,8 @@ class Block(nn.Module):
 
 
 CHECKPOINTING = ("none", "selective", "block")
-ATTENTION_KERNELS = (
+KEPT = (  # attention's kernels; and since those draw once only, all else that draws
+    torch.ops.aten.native_dropout.default,
     torch.ops.aten._scaled_dot_product_cudnn_attention.default,
     torch.ops.aten._scaled_dot_product_flash_attention.default,
     torch.ops.aten._scaled_dot_product_efficient_attention.default,
@@ -236,9 +239,10 @@ ATTENTION_KERNELS = (
 
 
 def keep_attention(context, op, *args, **kwargs) -> checkpoint.CheckpointPolicy:
-    """Selective activation checkpointing: recompute all of a block but its attention kernel."""
+    """Selective activation checkpointing: recompute all of a block but its attention kernel
+    and, on GPUs, dropout."""
     policy = checkpoint.CheckpointPolicy
-    return policy.MUST_SAVE if op in ATTENTION_KERNELS else policy.PREFER_RECOMPUTE
+    return policy.MUST_SAVE if op in KEPT else policy.PREFER_RECOMPUTE
 
 
 class GPT(nn.Module):

@@ -17,6 +17,7 @@ import signal
 import sys
 import textwrap
 import time
+from functools import partial
 from pathlib import Path
 
 import environment  # before torch: it sets the CUDA allocator's variable
@@ -358,10 +359,17 @@ for signum in (signal.SIGINT, signal.SIGTERM):
 # -----------------------------------------------------------------------------
 # find out whether a step fits into memory, and split it further if not: the same global batch,
 # the same data, the same loss curve
-fitting = memory.choose_split(
-    try_step,
+step_memory = partial(
+    memory.estimate,
     model_config,
     n_params,
+    dtype=dtype,
+    compiled=not obstacle,
+    shards=world_size if fsdp else 1,
+)
+fitting = memory.choose_split(
+    try_step,
+    step_memory,
     sequences_per_process,
     batch_size,
     activation_checkpointing,
@@ -378,6 +386,9 @@ if fitting != (batch_size, activation_checkpointing):
         f"{gradient_accumulation_steps} --activation_checkpointing={activation_checkpointing}, "
         "the same global batch; these flags make it permanent"
     )
+accumulates = own_gradients or gradient_accumulation_steps > world_size
+components = step_memory(batch_size, activation_checkpointing, accumulates)
+log.line(f"memory {memory.describe(components)}, by estimate")
 loader = DataLoader(
     train_file,
     batch_size,

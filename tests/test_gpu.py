@@ -21,6 +21,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+import model as model_module
 from loss import linear_cross_entropy
 from model import GPT, GPTConfig
 from optim import allocate_gradients
@@ -223,6 +224,7 @@ def directional(model, function, tokens, targets, eps=1e-2):
         gradient.zero_()
         loss().backward()
     length = gradient.norm()
+    assert loss().item() == loss().item()
     losses = []
     for sign in (1, -1):
         with torch.no_grad():
@@ -237,25 +239,30 @@ def directional(model, function, tokens, targets, eps=1e-2):
 
 @pytest.mark.parametrize("mode", ["off", "default", "reduce-overhead"])
 @pytest.mark.parametrize("kind", ["block", "selective", "naive"])
-def test_f12_dropout_that_is_recomputed_is_the_same(kind, mode):
-    """Else the gradient would be that of another loss."""
+def test_f12_dropout_that_is_recomputed_is_the_same(kind, mode, monkeypatch):
+    """Else the gradient would be that of another loss, and a resumed run would differ."""
     torch._dynamo.reset()
     torch.manual_seed(0)
     model = GPT(GPTConfig(block_size=128, vocab_size=512, n_layer=4, n_head=4, n_embd=128,
                           dropout=0.3)).cuda()  # fmt: skip
-    if kind == "naive":
-        if mode != "off":
-            pytest.skip("compiled code keeps its own random state")
+    if kind != "naive":
+        model.use_activation_checkpointing(kind)
+    elif mode == "off":  # attention is kept and draws once, the dropout after it twice
+        monkeypatch.setattr(model_module, "KEPT", model_module.KEPT[1:])
+        model.use_activation_checkpointing("selective")
+    else:  # attention is recomputed
         for block in model.blocks:
             block.forward = lambda x, rope, block=block: checkpoint(
-                block.compute, x, rope, use_reentrant=False, preserve_rng_state=False
+                block.compute, x, rope, use_reentrant=False
             )
-    else:
-        model.use_activation_checkpointing(kind)
     function = model if mode == "off" else torch.compile(model, mode=mode, dynamic=False)
     tokens, targets = torch.randint(512, (2, 8, 128), device="cuda")
-    slope, length = directional(model, function, tokens, targets)
-    assert (slope == pytest.approx(length, rel=0.02)) is (kind != "naive"), (slope, length)
+    try:
+        slope, length = directional(model, function, tokens, targets)
+        right = slope == pytest.approx(length, rel=0.02)
+    except AssertionError:
+        right = False
+    assert right is (kind != "naive")
 
 
 # ---- F01, F02: what a replay overwrites --------------------------------------------------------

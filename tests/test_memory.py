@@ -1,4 +1,5 @@
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -8,7 +9,8 @@ from model import GPTConfig
 
 
 def splits(batch_size, per_step, checkpointing="none", available=math.inf):
-    return splits_to_try(GPTConfig(), 123_587_328, per_step, batch_size, checkpointing, available)
+    needs = partial(estimate, GPTConfig(), 123_587_328)
+    return splits_to_try(needs, per_step, batch_size, checkpointing, available)
 
 
 def test_splits_halve_and_divide_the_step_then_checkpoint():
