@@ -29,9 +29,9 @@ def estimate(
 ) -> dict[str, float]:
     """Peak memory of a training step without dropout, in GiB per component.
 
-    The peak is at the end of the forward pass. Unless gradients are kept from micro-step to
-    micro-step (`accumulates`), there are none then; they take the place of the activations that
-    backward frees.
+    The peak is at the end of the forward pass, or where backward has recomputed a block. Unless
+    gradients are kept from micro-step to micro-step (`accumulates`), there are none then; they take
+    the place of the activations that backward frees.
 
     Args:
         dtype: what matrix products are computed in.
@@ -48,13 +48,21 @@ def estimate(
     elif shards > 1:  # compiled with a budget: norms' outputs and the product are recomputed
         block -= config.n_hidden + 2 * width
     if dtype == torch.float16:  # the residual stream stays in float32
-        block += 2 * width if compiled else 0
-    kept = {
-        "none": config.n_layer * block,
-        "selective": config.n_layer * (width + q_width) + block,  # inputs and attention's outputs
-        "block": config.n_layer * width + block,  # inputs, and all of the block being recomputed
-    }[checkpointing]
+        block += 2 * width
+    kept = (
+        config.n_layer
+        * {
+            "none": block,
+            "selective": width + q_width,  # inputs and attention's outputs
+            "block": width,  # inputs
+        }[checkpointing]
+    )
     chunk = min(CHUNK_ELEMENTS, tokens * config.vocab_size)
+    if checkpointing != "none":
+        # compiled, the gradients of gate, up, their product and the output are there with it
+        recomputed = block + (3 * config.n_hidden + width if compiled else 0)
+        if tokens * recomputed > chunk:  # not at the same time
+            kept, chunk = kept + recomputed, 0
     head = config.vocab_size * width
     in_blocks = n_params - (head if config.tied_embeddings else 2 * head)
     copies = size * in_blocks if size < 4 and shards == 1 else 0  # in `dtype`, for backward

@@ -560,6 +560,7 @@ def several(data, tmp_path_factory):
 
 
 @two_gpus
+@pytest.mark.xdist_group("several")
 @pytest.mark.parametrize("cell", SEVERAL, ids="-".join)
 def test_f12_two_gpus_train_like_one_or_say_what_to_use(several, reference, cell):
     mode, _, engine = cell
