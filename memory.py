@@ -98,21 +98,24 @@ def choose_split(
     Args:
         trial: see `fit_batch`; the other arguments: see `splits_to_try`.
         auto: take the largest batch size that fits.
-        fsdp: one process that fails would leave the others waiting, so there is no second try.
+        fsdp: a process that fails inside an exchange leaves the others waiting, so there is no
+            second try: what the first is, `needs` decides.
 
     Raises ValueError when nothing fits.
     """
+    wanted = None if auto else batch_size
     if fsdp:
-        found = fit_batch(trial, [(batch_size, checkpointing)])
+        splits = splits_to_try(needs, per_step, wanted, checkpointing, available_gib, slack=1.0)
+        batch_size, checkpointing = splits[0]
+        found = fit_batch(trial, splits[:1])
     else:
-        wanted = None if auto else batch_size
         splits = splits_to_try(needs, per_step, wanted, checkpointing, available_gib)
         found = fit_batch(trial, splits, distributed.any_of)
     if found:
         return found
-    if fsdp:
+    if fsdp and batch_size > 1:
         raise ValueError(
-            f"out of memory: use a smaller --batch_size, such as {max(1, batch_size // 2)}, with "
+            f"out of memory with {batch_size} sequences: use --batch_size={batch_size // 2} with "
             "--gradient_accumulation_steps so much larger, or --activation_checkpointing=block"
         )
     components = needs(1, "block", per_step > 1)
@@ -128,13 +131,14 @@ def splits_to_try(
     batch_size: int | None,
     checkpointing: str,
     available_gib: float,
+    slack: float = 1.1,
 ) -> list[Split]:
     """In which order to look for a split of the `per_step` sequences of a step that fits.
 
     Micro-batches of about half the size each time, divisors of `per_step`, then single sequences
     with ever more activation checkpointing. `batch_size` None (auto): all divisors from the largest
-    down. What by `needs` (`estimate`, with the model's arguments) is hopeless in `available_gib` is
-    not tried: compiling takes time.
+    down. What by `needs` (`estimate`, with the model's arguments) takes `slack` times
+    `available_gib` is not tried: compiling takes time.
     """
     sizes = [batch_size or per_step]
     for size in range(sizes[0] - 1, 0, -1):
@@ -145,7 +149,7 @@ def splits_to_try(
 
     def hopeless(split: Split) -> bool:
         components = needs(*split, split[0] < per_step)
-        return sum(components.values()) > 1.1 * available_gib
+        return sum(components.values()) > slack * available_gib
 
     return [split for split in splits if not hopeless(split)] or splits[-1:]
 

@@ -133,11 +133,11 @@ if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) and ckpt_path.exists()
 device = environment.choose_device(device, local_rank if world_size > 1 else None)
 dtype = environment.choose_dtype(dtype, device)
 cuda_graphs = compile and compile_mode in environment.GRAPH_MODES and device.type == "cuda"
-if fsdp and (cuda_graphs or auto_batch or dtype == torch.float16):
+if fsdp and (cuda_graphs or dtype == torch.float16):
     raise ValueError(
-        "parallel=fsdp exchanges weights inside a step, which CUDA graphs, batch_size=auto and "
-        "float16's loss scaling do not allow: use compile_mode=default (or "
-        "max-autotune-no-cudagraphs), a batch_size and dtype=bfloat16, or parallel=ddp"
+        "parallel=fsdp exchanges weights inside a step, which CUDA graphs and float16's loss "
+        "scaling do not allow: use compile_mode=default (or max-autotune-no-cudagraphs) and "
+        "dtype=bfloat16, or parallel=ddp"
     )
 distributed.start(device, backend, config)
 available_gib = distributed.smallest(environment.available_memory_gib(device))

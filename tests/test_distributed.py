@@ -218,16 +218,12 @@ def test_wrong_variables_without_torchrun_are_named(monkeypatch, variables):
         distributed.place()
 
 
-@pytest.mark.parametrize("argument", ["--dtype=float16", "--batch_size=auto"])
-def test_what_fsdp_cannot_do_is_refused_with_an_alternative(
-    run, sums, tmp_path, monkeypatch, argument
-):
+def test_what_fsdp_cannot_do_is_refused_with_an_alternative(run, sums, tmp_path, monkeypatch):
     for name, value in (("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 2)):
         monkeypatch.setenv(name, str(value))
-    monkeypatch.setattr("environment.available_memory_gib", lambda device: 1.0)
     with pytest.raises(ValueError, match="or parallel=ddp"):
         run("train.py", *TINY, f"--dataset={sums}", f"--out_dir={tmp_path}", "--parallel=fsdp",
-            "--gradient_accumulation_steps=2", argument)  # fmt: skip
+            "--gradient_accumulation_steps=2", "--dtype=float16")  # fmt: skip
 
 
 def test_different_settings_are_detected(launch, tmp_path):
@@ -276,6 +272,25 @@ runpy.run_path("train.py", run_name="__main__")
 def test_f15_one_process_out_of_memory_makes_all_split_further(launch, alone, tmp_path):
     first, _ = launch(2, tmp_path, code=ONE_RUNS_OUT)
     assert "going on with --batch_size=1 --gradient_accumulation_steps=16" in first
+    assert_same_curve(tmp_path, alone)
+
+
+# What is left of process 1's memory is not enough for a micro-batch of 4.
+ONE_HAS_LITTLE = """
+import os, runpy, sys
+import environment
+environment.available_memory_gib = lambda device: (1.0, 0.0006)[int(os.environ["RANK"])]
+sys.argv[0] = "train.py"
+runpy.run_path("train.py", run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize("batch_size", ["4", "auto"])
+def test_f15_with_fsdp_all_processes_split_by_the_estimate(launch, alone, tmp_path, batch_size):
+    first, _ = launch(
+        2, tmp_path, "--parallel=fsdp", f"--batch_size={batch_size}", code=ONE_HAS_LITTLE
+    )
+    assert "going on with --batch_size=2 --gradient_accumulation_steps=8" in first
     assert_same_curve(tmp_path, alone)
 
 
