@@ -121,6 +121,9 @@ if isinstance(batch_size, str):
 for key in ("batch_size", "gradient_accumulation_steps", "eval_iters", "log_interval"):
     if config[key] < 1:
         raise ValueError(f"{key}={config[key]} must be at least 1")
+
+# -----------------------------------------------------------------------------
+# this process and its device
 rank, local_rank, world_size = distributed.place()
 master, fsdp = rank == 0, parallel == "fsdp" and world_size > 1
 distributed.check_accumulation(gradient_accumulation_steps, world_size)
@@ -129,7 +132,6 @@ if master:
     checkpoint.make_folder(Path(out_dir))
 if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) and ckpt_path.exists():
     init_from = config["init_from"] = "resume"  # torchrun starts all anew after one has died
-
 device = environment.choose_device(device, local_rank if world_size > 1 else None)
 dtype = environment.choose_dtype(dtype, device)
 cuda_graphs = compile and compile_mode in environment.GRAPH_MODES and device.type == "cuda"
@@ -386,8 +388,8 @@ if fitting != (batch_size, activation_checkpointing):
         f"{gradient_accumulation_steps} --activation_checkpointing={activation_checkpointing}, "
         "the same global batch; these flags make it permanent"
     )
-accumulates = own_gradients or gradient_accumulation_steps > world_size
-components = step_memory(batch_size, activation_checkpointing, accumulates)
+keeps_gradients = own_gradients or gradient_accumulation_steps > world_size
+components = step_memory(batch_size, activation_checkpointing, keeps_gradients)
 log.line(f"memory {memory.describe(components)}, by estimate")
 loader = DataLoader(
     train_file,
