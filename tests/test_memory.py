@@ -4,7 +4,7 @@ from functools import partial
 import pytest
 import torch
 
-from memory import describe, estimate, fit_batch, splits_to_try
+from memory import choose_split, describe, estimate, fit_batch, splits_to_try
 from model import GPTConfig
 
 
@@ -48,6 +48,22 @@ def test_fit_batch_takes_the_first_that_fits_and_lets_processes_agree():
     small = [(2, "none"), (1, "none"), (1, "block")]
     assert fit_batch(lambda *_: None, small, lambda failed: not next(answers)) == (1, "none")
     assert fit_batch(trial, [(8, "none")]) is None
+
+
+@pytest.mark.parametrize(("auto", "size"), [(False, 16), (True, 30)])
+def test_with_fsdp_only_what_fits_by_the_estimate_is_tried(auto, size):
+    needs = partial(estimate, GPTConfig(), 123_587_328)
+    tried = []
+    found = choose_split(
+        lambda *split: tried.append(split), needs, 480, 64, "none", 11.5, auto=auto, fsdp=True
+    )
+    assert found == (size, "none") and tried == [found]
+
+    def full(size, checkpointing):
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    with pytest.raises(ValueError, match=f"with {size} sequences: use --batch_size={size // 2}"):
+        choose_split(full, needs, 480, 64, "none", 11.5, auto=auto, fsdp=True)
 
 
 def test_libraries_out_of_memory_count_and_other_errors_do_not():
