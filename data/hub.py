@@ -20,7 +20,9 @@ from writer import SPLITS, complete, write_tokens
 
 DOCUMENTS_PER_SHARD = 50_000
 
-# settings of every data set from the hub; its prepare.py adds path, name and val_fraction
+# what the prepare.py of every data set from the hub accepts, besides what it defines itself
+
+# preparation
 revision = "main"  # commit, tag or branch: name a commit for a data set that never changes
 tokenizer = "gpt2"  # gpt2, byte, or hf:PATH_OR_HUB_ID
 num_proc = 1  # processes that tokenize

@@ -13,6 +13,7 @@ import hub
 from configurator import configure
 from tokenizer import named
 
+# data set
 path = "HuggingFaceFW/fineweb-edu"  # repository on the hub, or a local copy of it
 name = "sample-10BT"  # its configuration
 val_fraction = 0.0005  # share of the documents held out for validation

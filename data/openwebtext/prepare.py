@@ -14,6 +14,7 @@ import hub
 from configurator import configure
 from tokenizer import named
 
+# data set
 path = "Skylion007/openwebtext"  # repository on the hub, or a local copy of it
 name = ""  # its configuration
 val_fraction = 0.0005  # share of the documents held out for validation

@@ -13,6 +13,7 @@ import hub
 from configurator import configure
 from tokenizer import named
 
+# data set
 path = "roneneldan/TinyStories"  # repository on the hub, or a local copy of it
 name = ""  # its configuration
 val_fraction = 0.01  # share of the documents held out for validation
