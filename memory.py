@@ -49,14 +49,12 @@ def estimate(
         block -= config.n_hidden + 2 * width
     if dtype == torch.float16:  # the residual stream stays in float32
         block += 2 * width
-    kept = (
-        config.n_layer
-        * {
-            "none": block,
-            "selective": width + q_width,  # inputs and attention's outputs
-            "block": width,  # inputs
-        }[checkpointing]
-    )
+    per_block = {
+        "none": block,
+        "selective": width + q_width,  # its input and attention's output
+        "block": width,  # its input
+    }[checkpointing]
+    kept = config.n_layer * per_block
     chunk = min(CHUNK_ELEMENTS, tokens * config.vocab_size)
     if checkpointing != "none":
         # compiled, the gradients of gate, up, their product and the output are there with it
@@ -77,9 +75,11 @@ def estimate(
 
 
 def describe(components: dict[str, float]) -> str:
-    """`weights 0.5 + ... = 12.3 GiB`"""
-    parts = " + ".join(f"{name} {size:.2f}" for name, size in components.items())
-    return f"{parts} = {sum(components.values()):.2f} GiB"
+    """`weights 0.50 + ... = 12.34 GiB`, or in whole MiB if it is less than one GiB."""
+    total = sum(components.values())
+    factor, digits, unit = (1, 2, "GiB") if total >= 1 else (1024, 0, "MiB")
+    parts = (f"{name} {factor * size:.{digits}f}" for name, size in components.items())
+    return f"{' + '.join(parts)} = {factor * total:.{digits}f} {unit}"
 
 
 def choose_split(

@@ -90,6 +90,7 @@ def test_estimate_counts_what_is_known_exactly_and_orders_the_rest():
             for kind in ("none", "selective", "block")]  # fmt: skip
     assert sums[0] > sums[1] > sums[2]
     assert describe({"weights": 1.0, "logits": 0.5}) == "weights 1.00 + logits 0.50 = 1.50 GiB"
+    assert describe({"weights": 0.125, "logits": 0.25}) == "weights 128 + logits 256 = 384 MiB"
 
 
 LARGE = GPTConfig(n_layer=48, n_head=25, n_embd=1600)
