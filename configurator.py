@@ -87,8 +87,8 @@ def configure(
 
     Args:
         namespace: the script's `globals()`; its settings are updated in place.
-        positional: what `--help` calls arguments without dashes.
         base: another script whose settings are accepted too (bench.py takes those of train.py).
+        positional: what `--help` calls arguments without dashes.
 
     Raises ValueError that names key, value and remedy for anything it cannot accept. From here on
     a ValueError that this project raises ends the script with its one line and no traceback.

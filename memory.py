@@ -106,16 +106,16 @@ def choose_split(
     wanted = None if auto else batch_size
     if fsdp:
         splits = splits_to_try(needs, per_step, wanted, checkpointing, available_gib, slack=1.0)
-        batch_size, checkpointing = splits[0]
         found = fit_batch(trial, splits[:1])
     else:
         splits = splits_to_try(needs, per_step, wanted, checkpointing, available_gib)
         found = fit_batch(trial, splits, distributed.any_of)
     if found:
         return found
-    if fsdp and batch_size > 1:
+    tried = splits[0][0]
+    if fsdp and tried > 1:
         raise ValueError(
-            f"out of memory with {batch_size} sequences: use --batch_size={batch_size // 2} with "
+            f"out of memory with {tried} sequences: use --batch_size={tried // 2} with "
             "--gradient_accumulation_steps so much larger, or --activation_checkpointing=block"
         )
     components = needs(1, "block", per_step > 1)

@@ -14,8 +14,9 @@ from typing import Any
 
 import numpy as np
 
+from configurator import configure
 from dataloader import scramble
-from tokenizer import Tokenizer
+from tokenizer import Tokenizer, named
 from writer import SPLITS, complete, write_tokens
 
 DOCUMENTS_PER_SHARD = 50_000
@@ -30,15 +31,22 @@ streaming = False  # read over the network without keeping a copy of the text
 out = ""  # folder to write to; default: the data set's own
 
 
+def prepare(namespace: dict[str, Any]) -> None:
+    """All that a data set's prepare.py does with its `globals()` and the command line."""
+    config = configure(namespace, base=__file__)
+    folder = config.pop("out") or Path(namespace["__file__"]).parent
+    prepare_from_hub(folder, named(config.pop("tokenizer")), **config)
+
+
 def prepare_from_hub(
     folder: str | Path,
     tokenizer: Tokenizer,
     path: str,
     name: str = "",
-    revision: str = "main",
+    revision: str = revision,
     val_fraction: float = 0.0005,
-    num_proc: int = 1,
-    streaming: bool = False,
+    num_proc: int = num_proc,
+    streaming: bool = streaming,
 ) -> None:
     """Write train.bin, val.bin and meta.json of a data set's train split to `folder`.
 

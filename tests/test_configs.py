@@ -20,7 +20,7 @@ def test_config_file_loads_and_says_how_to_use_it(path):
     assert (
         config["lr_decay_iters"] <= config["max_iters"]
         or not config["decay_lr"]
-        or (config["eval_only"])
+        or config["eval_only"]
     )
 
 

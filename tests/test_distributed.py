@@ -22,10 +22,18 @@ SETTINGS = [*TINY, "--gradient_accumulation_steps=4", "--eval_iters=5", "--max_i
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
 
 
+RUN_TRAIN = """
+import runpy, sys
+sys.argv[0] = "train.py"
+runpy.run_path("train.py", run_name="__main__")
+"""
+
+
 @pytest.fixture
 def launch(sums):
     """`launch(2, out, "--key=value")`: train.py as 2 processes; returns their outputs when all
-    have ended. `differing` gives each process arguments of its own, `code` replaces train.py."""
+    have ended. `differing` gives each process arguments of its own; `code` runs before train.py,
+    in its process."""
     running = []
 
     def launch_processes(n, out, *arguments, differing=None, code=None, fails=False):
@@ -36,10 +44,11 @@ def launch(sums):
                 "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port,
             } if n > 1 else {}  # fmt: skip
             own = [differing[rank]] if differing else []
+            script = ("-c", code + RUN_TRAIN) if code else (ROOT / "train.py",)
             running.append(
                 subprocess.Popen(
-                    [sys.executable, *(("-c", code) if code else (ROOT / "train.py",)), *SETTINGS,
-                     f"--dataset={sums}", f"--out_dir={out}", *arguments, *own],
+                    [sys.executable, *script, *SETTINGS, f"--dataset={sums}", f"--out_dir={out}",
+                     *arguments, *own],
                     stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT,
                     env=ENVIRONMENT | {name: str(value) for name, value in variables.items()},
                 )
@@ -237,11 +246,8 @@ def test_different_settings_are_detected(launch, tmp_path):
 
 
 KNOWN_PEAK = """
-import runpy, sys
 import environment
 environment.peak_flops = lambda device, dtype: 1e12
-sys.argv[0] = "train.py"
-runpy.run_path("train.py", run_name="__main__")
 """
 
 
@@ -256,7 +262,7 @@ def test_f20_mfu_counts_every_process(launch, tmp_path):
 
 # Process 1 runs out of memory with more than one sequence.
 ONE_RUNS_OUT = """
-import os, runpy, sys, torch
+import os, torch
 import environment, model
 forward = model.GPT.forward
 def limited(self, tokens, targets=None, cache=None):
@@ -264,8 +270,6 @@ def limited(self, tokens, targets=None, cache=None):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate")
     return forward(self, tokens, targets, cache)
 model.GPT.forward = limited
-sys.argv[0] = "train.py"
-runpy.run_path("train.py", run_name="__main__")
 """
 
 
@@ -277,11 +281,9 @@ def test_f15_one_process_out_of_memory_makes_all_split_further(launch, alone, tm
 
 # What is left of process 1's memory is not enough for a micro-batch of 4.
 ONE_HAS_LITTLE = """
-import os, runpy, sys
+import os
 import environment
 environment.available_memory_gib = lambda device: (1.0, 0.0006)[int(os.environ["RANK"])]
-sys.argv[0] = "train.py"
-runpy.run_path("train.py", run_name="__main__")
 """
 
 

@@ -225,16 +225,16 @@ def directional(model, function, tokens, targets, eps=1e-2):
         loss().backward()
     length = gradient.norm()
     assert loss().item() == loss().item()
-    losses = []
-    for sign in (1, -1):
-        with torch.no_grad():
-            for p in model.parameters():
-                p += sign * eps / length * p.grad
-        losses.append(loss().item())
-        with torch.no_grad():
-            for p in model.parameters():
-                p -= sign * eps / length * p.grad
-    return (losses[0] - losses[1]) / (2 * eps), length.item()
+
+    @torch.no_grad()
+    def move(distance):
+        for p in model.parameters():
+            p += distance / length * p.grad
+
+    move(eps)
+    above = loss().item()
+    move(-2 * eps)
+    return (above - loss().item()) / (2 * eps), length.item()
 
 
 @pytest.mark.parametrize("mode", ["off", "default", "reduce-overhead"])
@@ -618,8 +618,8 @@ def test_checkpoints_move_between_fsdp_ddp_and_one_gpu(data, tmp_path):
 # ---- F15: out of memory -----------------------------------------------------------------------
 
 GPT2 = ["--batch_size=64", "--gradient_accumulation_steps=1", "--block_size=1024", "--n_layer=12",
-        "--n_head=12", "--n_kv_head=12",
-        "--n_embd=768", "--vocab_size=50304", "--max_iters=20", "--eval_interval=0"]  # fmt: skip
+        "--n_head=12", "--n_kv_head=12", "--n_embd=768", "--vocab_size=50304", "--max_iters=20",
+        "--eval_interval=0"]  # fmt: skip
 
 
 @pytest.fixture(scope="module")

@@ -11,8 +11,6 @@ from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[2])]
 import hub
-from configurator import configure
-from tokenizer import named
 
 # data set
 path = "Skylion007/openwebtext"  # repository on the hub, or a local copy of it
@@ -20,6 +18,4 @@ name = ""  # its configuration
 val_fraction = 0.0005  # share of the documents held out for validation
 
 if __name__ == "__main__":
-    config = configure(globals(), base=hub.__file__)
-    out, tokenizer = config.pop("out"), config.pop("tokenizer")
-    hub.prepare_from_hub(out or Path(__file__).parent, named(tokenizer), **config)
+    hub.prepare(globals())

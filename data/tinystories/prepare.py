@@ -10,8 +10,6 @@ from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[2])]
 import hub
-from configurator import configure
-from tokenizer import named
 
 # data set
 path = "roneneldan/TinyStories"  # repository on the hub, or a local copy of it
@@ -19,6 +17,4 @@ name = ""  # its configuration
 val_fraction = 0.01  # share of the documents held out for validation
 
 if __name__ == "__main__":
-    config = configure(globals(), base=hub.__file__)
-    out, tokenizer = config.pop("out"), config.pop("tokenizer")
-    hub.prepare_from_hub(out or Path(__file__).parent, named(tokenizer), **config)
+    hub.prepare(globals())
