@@ -86,14 +86,13 @@ def choose_split(
     trial: Callable[[int, str], None],
     needs: Callable[[int, str, bool], dict[str, float]],
     per_step: int,
-    batch_size: int,
-    checkpointing: str,
+    wanted: Split,
     available_gib: float,
     auto: bool = False,
     fsdp: bool = False,
 ) -> Split:
     """The split of the `per_step` sequences of a step to train with, on all processes the same:
-    `batch_size` and `checkpointing` if that fits, else the next one that does.
+    `wanted` if that fits, else the next one that does.
 
     Args:
         trial: see `fit_batch`; the other arguments: see `splits_to_try`.
@@ -103,13 +102,12 @@ def choose_split(
 
     Raises ValueError when nothing fits.
     """
-    wanted = None if auto else batch_size
-    if fsdp:
-        splits = splits_to_try(needs, per_step, wanted, checkpointing, available_gib, slack=1.0)
-        found = fit_batch(trial, splits[:1])
-    else:
-        splits = splits_to_try(needs, per_step, wanted, checkpointing, available_gib)
-        found = fit_batch(trial, splits, distributed.any_of)
+    batch_size, checkpointing = wanted
+    slack = 1.0 if fsdp else 1.1
+    splits = splits_to_try(
+        needs, per_step, None if auto else batch_size, checkpointing, available_gib, slack
+    )
+    found = fit_batch(trial, splits[:1]) if fsdp else fit_batch(trial, splits, distributed.any_of)
     if found:
         return found
     tried = splits[0][0]

@@ -361,25 +361,15 @@ for signum in (signal.SIGINT, signal.SIGTERM):
 # -----------------------------------------------------------------------------
 # find out whether a step fits into memory, and split it further if not: the same global batch,
 # the same data, the same loss curve
+shards = world_size if fsdp else 1
 step_memory = partial(
-    memory.estimate,
-    model_config,
-    n_params,
-    dtype=dtype,
-    compiled=not obstacle,
-    shards=world_size if fsdp else 1,
+    memory.estimate, model_config, n_params, dtype=dtype, compiled=not obstacle, shards=shards
 )
+wanted = batch_size, activation_checkpointing
 fitting = memory.choose_split(
-    try_step,
-    step_memory,
-    sequences_per_process,
-    batch_size,
-    activation_checkpointing,
-    available_gib,
-    auto=auto_batch,
-    fsdp=fsdp,
+    try_step, step_memory, sequences_per_process, wanted, available_gib, auto_batch, fsdp
 )
-if fitting != (batch_size, activation_checkpointing):
+if fitting != wanted:
     batch_size, activation_checkpointing = fitting
     gradient_accumulation_steps = sequences_per_iter // batch_size
     why = "batch_size=auto" if auto_batch else "out of memory"
@@ -392,14 +382,7 @@ keeps_gradients = own_gradients or gradient_accumulation_steps > world_size
 components = step_memory(batch_size, activation_checkpointing, keeps_gradients)
 log.line(f"memory {memory.describe(components)}, by estimate")
 loader = DataLoader(
-    train_file,
-    batch_size,
-    gradient_accumulation_steps,
-    seed,
-    device,
-    rank,
-    world_size,
-    data_offset,
+    train_file, batch_size, gradient_accumulation_steps, seed, device, rank, world_size, data_offset
 )
 
 # -----------------------------------------------------------------------------

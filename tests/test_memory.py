@@ -55,7 +55,7 @@ def test_with_fsdp_only_what_fits_by_the_estimate_is_tried(auto, size):
     needs = partial(estimate, GPTConfig(), 123_587_328)
     tried = []
     found = choose_split(
-        lambda *split: tried.append(split), needs, 480, 64, "none", 11.5, auto=auto, fsdp=True
+        lambda *split: tried.append(split), needs, 480, (64, "none"), 11.5, auto, fsdp=True
     )
     assert found == (size, "none") and tried == [found]
 
@@ -63,7 +63,7 @@ def test_with_fsdp_only_what_fits_by_the_estimate_is_tried(auto, size):
         raise torch.OutOfMemoryError("CUDA out of memory.")
 
     with pytest.raises(ValueError, match=f"with {size} sequences: use --batch_size={size // 2}"):
-        choose_split(full, needs, 480, 64, "none", 11.5, auto=auto, fsdp=True)
+        choose_split(full, needs, 480, (64, "none"), 11.5, auto, fsdp=True)
 
 
 def test_libraries_out_of_memory_count_and_other_errors_do_not():
