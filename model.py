@@ -336,6 +336,7 @@ class GPT(nn.Module):
         vocab_size: int | None = None,
         generator: torch.Generator | None = None,
         on_token: Callable[[Tensor], None] | None = None,
+        cuda_graph: bool = False,
     ) -> Tensor:
         """Continue every row of `tokens` (B, T), each row drawing on its own.
 
@@ -343,6 +344,7 @@ class GPT(nn.Module):
             temperature: 0 takes the likeliest token. top_k, top_p: see `draw`.
             vocab_size: ids from here on are never drawn (the padding of a vocabulary).
             on_token: called with every new column (B,) as it is drawn.
+            cuda_graph: record a decoding step and replay it, for speed on a GPU.
 
         Returns (B, T + max_new_tokens). Of a prompt longer than block_size the model sees the end;
         when the context is full, it goes on with the newer half of it.
@@ -351,14 +353,19 @@ class GPT(nn.Module):
         length = min(size, tokens.shape[1] + max_new_tokens)
         dtype = compute_dtype(self.lm_head.weight)
         cache = KVCache(self.config, tokens.shape[0], length, tokens.device, dtype)
+        step, replay = partial(self, cache=cache), None
         held, context = 0, tokens[:, -size:]
         for _ in range(max_new_tokens):
             if held + context.shape[1] > size:
                 cache.position.zero_()
                 held, context = 0, tokens[:, -(size // 2 or 1) :]
-            logits = self(context, cache=cache)[:, -1, :vocab_size]  # (B, V)
+            single = context.shape[1] == 1
+            logits = replay(context) if single and replay else step(context)
+            if single and cuda_graph and not replay:
+                replay = as_cuda_graph(step, context)
             held += context.shape[1]
-            new = draw(logits.float(), temperature, top_k, top_p, generator)  # (B,)
+            logits = logits[:, -1, :vocab_size].float()  # (B, V)
+            new = draw(logits, temperature, top_k, top_p, generator)  # (B,)
             context = new[:, None]
             tokens = torch.cat((tokens, context), dim=1)
             if on_token is not None:
@@ -384,6 +391,25 @@ class GPT(nn.Module):
     def settings(self) -> dict[str, int | float | bool]:
         """The configuration as plain values, for checkpoints: `GPT(GPTConfig(**settings))`."""
         return asdict(self.config)
+
+
+def as_cuda_graph(
+    function: Callable[[Tensor], Tensor], example: Tensor
+) -> Callable[[Tensor], Tensor]:
+    """`function` for tensors like `example`, recorded once: hundreds of kernels in one launch.
+
+    It must have run before, since recording runs nothing. Every call returns the same tensor.
+    """
+    graph, static = torch.cuda.CUDAGraph(), example.clone()
+    with torch.cuda.graph(graph):
+        out = function(static)
+
+    def replay(tensor: Tensor) -> Tensor:
+        static.copy_(tensor)
+        graph.replay()
+        return out
+
+    return replay
 
 
 def draw(

@@ -86,7 +86,7 @@ began = time.perf_counter()
 samples = model.generate(
     tokens, max_new_tokens, temperature, top_k, top_p,
     vocab_size=tokenizer.vocab_size, generator=generator,
-    on_token=stream if num_samples == 1 else None,
+    on_token=stream if num_samples == 1 else None, cuda_graph=device.type == "cuda",
 ).tolist()  # fmt: skip
 seconds = time.perf_counter() - began
 if num_samples == 1:

@@ -10,6 +10,7 @@ import queue
 import re
 import subprocess
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import environment
@@ -67,6 +68,7 @@ runlog.RunLog.evaluation = watch
 out_dir, cap_gib = sys.argv[1], float(sys.argv[2])
 rank = int(os.environ.get("RANK", "0"))
 if cap_gib:
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     total = torch.cuda.mem_get_info()[1] / 2**30
     torch.cuda.set_per_process_memory_fraction(cap_gib / total)
 sys.argv[:3] = ["train.py"]
@@ -474,6 +476,43 @@ def test_cudnn_attention_equals_the_reference(n_kv_head):
     assert ((found - expected).norm() / expected.norm()).item() < 1e-2
 
 
+# ---- F41: decoding ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_f41_a_recorded_decoding_step_draws_the_same_within_and_beyond_the_context(dtype):
+    torch.manual_seed(0)
+    config = GPTConfig(n_layer=2, n_head=4, n_kv_head=2, n_embd=64, block_size=32, vocab_size=64)
+    model = GPT(config).to("cuda", dtype).eval()
+    prompt = torch.randint(64, (3, 5), device="cuda")
+    plain, recorded = (
+        model.generate(
+            prompt, 70, generator=torch.Generator("cuda").manual_seed(1), cuda_graph=cuda_graph
+        )
+        for cuda_graph in (False, True)
+    )
+    assert torch.equal(plain, recorded)
+    assert len(recorded.unique()) > 10
+
+
+@pytest.mark.xdist_group("decoding")
+@pytest.mark.parametrize("batch_size", [1, 64])
+def test_f41_a_recorded_decoding_step_is_faster(batch_size):
+    """124M, 500 new tokens; `-s` prints tokens/s."""
+    torch.manual_seed(0)
+    model = GPT(GPTConfig()).to("cuda", torch.bfloat16).eval()
+    prompt = torch.zeros(batch_size, 1, dtype=torch.int64, device="cuda")
+    seconds = {}
+    for cuda_graph in (False, True, False, True):  # the first of each warms up
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        model.generate(prompt, 500, temperature=0.8, top_k=200, cuda_graph=cuda_graph).tolist()
+        seconds[cuda_graph] = time.perf_counter() - began
+    rates = {name: 500 * batch_size / taken for name, taken in seconds.items()}
+    print(f"\nbatch {batch_size}: {rates[False]:,.0f} tokens/s plain, {rates[True]:,.0f} recorded")
+    assert rates[True] > rates[False]
+
+
 # ---- F14: the loss ----------------------------------------------------------------------------
 
 
@@ -653,6 +692,20 @@ def test_f15_capped_memory_trains_with_the_same_losses(capped, name):
     if name != "auto":
         cap = {"6": 6.0, "4": 4.0, "selective": 11.69}[name]
         assert found["allocated"] < cap * 2**30
+
+
+@two_gpus
+def test_f15_fsdp_finds_what_fits_by_the_estimate(data, tmp_path):
+    """The cap is just above the estimate for 32 sequences, 8.27 GiB, and the margins kept."""
+    arguments = [*GPT2, "--gradient_accumulation_steps=2", "--max_iters=8", "--parallel=fsdp"]
+    losses = {}
+    for cap in (0.0, 9.0):
+        found = train(data, tmp_path / str(cap), *arguments, cap_gib=cap, processes=2)
+        resplit = "going on with --batch_size=32 --gradient_accumulation_steps=4" in found["shown"]
+        assert resplit is (cap > 0)
+        print(f"cap {cap}: {found['allocated'] / 2**30:.2f} GiB")
+        losses[cap] = found["losses"]
+    assert max(map(abs_difference, losses[0.0], losses[9.0])) < TOLERANCE
 
 
 # ---- the rest of a run ------------------------------------------------------------------------

@@ -252,6 +252,27 @@ def greedy(model, tokens, n):
     return tokens
 
 
+def test_a_decoding_step_is_recorded_once_and_then_replayed(monkeypatch):
+    recorded, replayed = [], []
+
+    def record(step, example):
+        recorded.append(example.shape)
+
+        def replay(context):
+            replayed.append(context.shape)
+            return step(context)
+
+        return replay
+
+    monkeypatch.setattr("model.as_cuda_graph", record)
+    model = tiny()
+    tokens = tokens_for(model, 2, 3)
+    plain = model.generate(tokens, 40, temperature=0)
+    assert torch.equal(plain, model.generate(tokens, 40, temperature=0, cuda_graph=True))
+    assert recorded == [(2, 1)]
+    assert len(replayed) > 30 and set(replayed) == {(2, 1)}
+
+
 @pytest.mark.parametrize("length", [1, 10, 16, 40])
 def test_generate_equals_uncached_greedy_within_and_beyond_the_context(length):
     model = tiny().eval()
