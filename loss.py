@@ -79,9 +79,9 @@ def losses_and_gradient(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor
     """
     if logits.is_cuda and triton is not None and logits.dtype != torch.float64:
         losses = torch.empty(logits.shape[0], device=logits.device, dtype=torch.float32)
-        block = min(2048, triton.next_power_of_2(logits.shape[1]))
+        block = min(8192, triton.next_power_of_2(logits.shape[1]))
         _cross_entropy_kernel[(logits.shape[0],)](
-            logits, targets, losses, logits.shape[1], IGNORE, BLOCK=block, num_warps=4
+            logits, targets, losses, logits.shape[1], IGNORE, BLOCK=block, num_warps=8
         )
         return losses, logits
     log_probs = _log_softmax(logits)
@@ -97,27 +97,24 @@ if triton is not None:
     def _cross_entropy_kernel(
         logits, targets, losses, vocab_size, IGNORE: tl.constexpr, BLOCK: tl.constexpr
     ):
-        """One program per row: a pass for the log-sum-exp, a pass that overwrites the logits, from
-        the end, where what was read last is still in the cache."""
+        """One program per row: a pass for the log-sum-exp, a pass that overwrites the logits."""
         row = tl.program_id(0).to(tl.int64)
         logits += row * vocab_size
         target = tl.load(targets + row)
         counts = target != IGNORE
         picked = tl.load(logits + target, mask=counts, other=0.0).to(tl.float32)
-        largest = -float("inf")
-        total = tl.zeros((BLOCK,), tl.float32)  # of exp(x - largest), added up after the loop
-        for start in tl.range(0, vocab_size, BLOCK, num_stages=3):
+        largest, total = -float("inf"), 0.0  # running maximum, and sum of exp(x - maximum)
+        for start in range(0, vocab_size, BLOCK):
             columns = start + tl.arange(0, BLOCK)
             inside = columns < vocab_size
             x = tl.load(logits + columns, mask=inside, other=-float("inf")).to(tl.float32)
             new_largest = tl.maximum(largest, tl.max(x, axis=0))
-            total = total * tl.exp(largest - new_largest) + tl.exp(x - new_largest)
+            total = total * tl.exp(largest - new_largest) + tl.sum(tl.exp(x - new_largest), axis=0)
             largest = new_largest
-        log_sum = largest + tl.log(tl.sum(total, axis=0))
+        log_sum = largest + tl.log(total)
         tl.store(losses + row, tl.where(counts, log_sum - picked, 0.0))
-        last = (tl.cdiv(vocab_size, BLOCK) - 1) * BLOCK
-        for start in tl.range(0, vocab_size, BLOCK, num_stages=3):
-            columns = last - start + tl.arange(0, BLOCK)
+        for start in range(0, vocab_size, BLOCK):
+            columns = start + tl.arange(0, BLOCK)
             inside = columns < vocab_size
             x = tl.load(logits + columns, mask=inside, other=0.0).to(tl.float32)
             gradient = tl.exp(x - log_sum) - tl.where(columns == target, 1.0, 0.0)

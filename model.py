@@ -184,7 +184,7 @@ class Attention(nn.Module):
             q.reshape(B, self.n_kv_head, group * T, D), keys, values,
             attn_mask=visible.repeat(group, 1),
         )  # fmt: skip
-        return y.view(B, H, T, D)
+        return y.reshape(B, H, T, D)
 
 
 class MLP(nn.Module):

@@ -240,6 +240,20 @@ def test_f41_cache_takes_several_tokens_at_a_time():
         torch.testing.assert_close(logits[:, 0], model(tokens)[:, -1])
 
 
+def test_f41_cached_attention_takes_any_layout_its_kernel_returns(monkeypatch):
+    """On GPUs some kernels return (B, H, T, D) as a view of (B, T, H, D)."""
+    attend = F.scaled_dot_product_attention
+
+    def other_layout(*args, **kwargs):
+        return attend(*args, **kwargs).transpose(1, 2).contiguous().transpose(1, 2)
+
+    model = tiny(n_kv_head=2)
+    tokens = tokens_for(model)
+    expected = model.generate(tokens, 5, temperature=0)
+    monkeypatch.setattr(F, "scaled_dot_product_attention", other_layout)
+    assert torch.equal(model.generate(tokens, 5, temperature=0), expected)
+
+
 def greedy(model, tokens, n):
     """Greedy continuation without a cache, with generate's rule for a full context."""
     size = model.config.block_size
