@@ -201,13 +201,16 @@ def describe(settings: dict[str, Setting], script: str, positional: str) -> str:
 
 
 def one_line_errors(kind: type[BaseException], error: BaseException, trace: Any) -> None:
-    """An excepthook: ValueErrors raised by this project's own files are meant for the user."""
+    """An excepthook: ValueErrors raised by this project's own files are meant for the user, and so
+    are the system's about files and disks."""
     innermost = trace
     while innermost is not None and innermost.tb_next is not None:
         innermost = innermost.tb_next
     raised_in = Path(innermost.tb_frame.f_code.co_filename if innermost else "").resolve()
     ours = Path(__file__).resolve().parent in raised_in.parents
-    if kind is ValueError and ours and "site-packages" not in raised_in.parts:
+    ours = ours and "site-packages" not in raised_in.parts
+    from_the_system = isinstance(error, OSError) and error.errno is not None
+    if (kind is ValueError and ours) or from_the_system:
         rank = os.environ.get("RANK", "0")  # torchrun's, to tell several processes apart
         prefix = "" if rank == "0" else f"rank {rank}: "
         print(f"{prefix}error: {error}", file=sys.stderr, flush=True)

@@ -92,7 +92,7 @@ def choose_device(name: str = "auto", local_rank: int | None = None) -> "torch.d
         device = torch.device(name)
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
-        reason = str(error).splitlines()[0].strip()
+        reason = str(error).splitlines()[0].split(". ")[0]
         raise ValueError(f"device {name!r} is not usable here: {reason}") from None
     if device.type == "cuda" and device.index is not None:
         torch.cuda.set_device(device)  # the calls that name no device mean this one

@@ -43,9 +43,13 @@ class GPTConfig:
     def __post_init__(self):
         self.n_kv_head = self.n_kv_head or self.n_head
         self.n_hidden = self.n_hidden or math.ceil(8 * self.n_embd / 3 / 64) * 64
-        for name in ("block_size", "vocab_size", "n_layer", "n_head", "n_kv_head", "n_embd"):
+        for name in (
+            "block_size", "vocab_size", "n_layer", "n_head", "n_kv_head", "n_embd", "n_hidden",
+        ):  # fmt: skip
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+        if not 0 < self.rope_theta < math.inf:
+            raise ValueError(f"rope_theta={self.rope_theta} must be above 0")
         if self.n_embd % self.n_head and not self.head_dim:
             raise ValueError(
                 f"n_embd={self.n_embd} is not divisible by n_head={self.n_head}: "
@@ -421,10 +425,11 @@ def draw(
 ) -> Tensor:
     """One token per row of `logits` (B, V); returns (B,).
 
-    temperature 0 is greedy; top_k 0 and top_p 1 keep every token; otherwise only the k likeliest,
-    then the fewest whose probabilities reach top_p (Holtzman et al. 2020).
+    temperature 0 (below 1e-6, where logits might overflow) is greedy; top_k 0 and top_p 1 keep
+    every token; otherwise only the k likeliest, then the fewest whose probabilities reach top_p
+    (Holtzman et al. 2020).
     """
-    if temperature == 0.0:
+    if temperature < 1e-6:
         return logits.argmax(dim=-1)
     logits = logits / temperature
     if 0 < top_k < logits.shape[-1]:

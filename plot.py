@@ -67,5 +67,8 @@ speeds.yaxis.set_major_formatter("{x:,.0f}")
 for axes in (losses, rates, speeds):
     axes.grid(alpha=0.3)
     axes.spines[["top", "right"]].set_visible(False)
-figure.savefig(png, dpi=150)
+try:
+    figure.savefig(png, dpi=150)
+except ValueError as error:
+    raise ValueError(f"cannot write --png={png}: {error}") from None
 print(f"wrote {png}")

@@ -39,6 +39,7 @@ for name, value, valid, rule in (
     ("temperature", temperature, temperature >= 0, "0 (greedy) or more"),
     ("top_k", top_k, top_k >= 0, "0 (all) or more"),
     ("top_p", top_p, 0 < top_p <= 1, "above 0 and at most 1"),
+    ("seed", seed, -(2**63) <= seed < 2**63, "an integer of 64 bits"),
 ):
     if not valid:
         raise ValueError(f"{name}={value} must be {rule}")

@@ -117,10 +117,18 @@ if auto_batch:  # the global batch is what it is without this flag
     arguments = [argument for argument in sys.argv[1:] if argument != "--batch_size=auto"]
     batch_size = config["batch_size"] = resolve(read_settings(__file__), arguments)["batch_size"]
 if isinstance(batch_size, str):
-    raise ValueError(f"batch_size={batch_size!r} must be a number, or auto on the command line")
-for key in ("batch_size", "gradient_accumulation_steps", "eval_iters", "log_interval"):
-    if config[key] < 1:
-        raise ValueError(f"{key}={config[key]} must be at least 1")
+    raise ValueError(f"batch_size={batch_size!r} must be an integer, or auto on the command line")
+for least, below, keys in (
+    (1, math.inf, ("batch_size", "gradient_accumulation_steps", "eval_iters", "log_interval")),
+    (0, math.inf, ("eval_interval", "sample_interval", "vocab_size", "max_iters")),
+    (0, math.inf, ("learning_rate", "min_lr", "weight_decay", "grad_clip")),
+    (0, math.inf, ("warmup_iters", "lr_decay_iters", "decay_fraction")),
+    (0, 1, ("beta1", "beta2")),
+    (-(2**63), 2**63, ("seed",)),
+):
+    for key in keys:
+        if not least <= config[key] < below:
+            raise ValueError(f"{key}={config[key]} must be in [{least}, {below})")
 
 # -----------------------------------------------------------------------------
 # this process and its device
@@ -291,6 +299,8 @@ def print_sample() -> None:
     generator = torch.Generator(device).manual_seed(seed)
     raw_model.eval()
     with amp, torch.compiler.set_stance("force_eager"):
+        with torch.no_grad():  # drawing from anything not finite would crash
+            stop_if_not_finite({"logits": raw_model(prompt).float().norm().item()})
         out = raw_model.generate(
             prompt, 100, temperature=0.8, top_k=200, vocab_size=data_vocab, generator=generator
         )
@@ -333,12 +343,13 @@ def training_state() -> dict:
     }
 
 
-def stop_if_not_finite(losses: dict[str, float]) -> None:
-    """A loss that is NaN or infinite ends the run before it is saved over a good checkpoint."""
-    if not all(map(math.isfinite, losses.values())):
+def stop_if_not_finite(numbers: dict[str, float]) -> None:
+    """What is NaN or infinite ends the run before it is saved over a good checkpoint."""
+    if not all(map(math.isfinite, numbers.values())):
         raise ValueError(
-            f"{losses} at iteration {iter_num} is not finite; checkpoints in {out_dir} were not "
-            "overwritten: go on from there with a lower learning_rate, or with dtype=bfloat16"
+            f"{' and '.join(f'{name} {value}' for name, value in numbers.items())} at iteration "
+            f"{iter_num}: not finite; checkpoints in {out_dir} were not overwritten: go on from "
+            "there with a lower learning_rate, or with dtype=bfloat16"
         )
 
 

@@ -158,6 +158,13 @@ def test_f35_help_lists_every_key_with_default_and_comment(settings, tmp_path, m
     assert "--rate=0.0006" in shown
 
 
+def test_a_file_that_cannot_be_written_is_one_line(start):
+    process = start("data/text/prepare.py", f"--input={__file__}", "--tokenizer=byte",
+                    "--out=/dev/null/folder")  # fmt: skip
+    assert process.stdout.read() == "error: [Errno 20] Not a directory: '/dev/null/folder'\n"
+    assert process.wait() == 1
+
+
 def test_help_columns_line_up(settings):
     shown = describe(settings, "s.py", "FILE").splitlines()
     lines = [line for line in shown if line.startswith("  --")]

@@ -337,6 +337,7 @@ def test_padding_ids_are_never_drawn():
 def test_f43_draw_limits():
     logits = torch.tensor([[2.0, 1.0, 0.0, -1.0]]).expand(4000, -1)
     assert (draw(logits, temperature=0.0) == 0).all()
+    assert (draw(logits, temperature=1e-45) == 0).all()
     assert set(draw(logits, top_k=0).tolist()) == {0, 1, 2, 3}
     assert set(draw(logits, top_k=99).tolist()) == {0, 1, 2, 3}
     assert set(draw(logits, top_k=2).tolist()) == {0, 1}

@@ -26,3 +26,6 @@ def test_bad_input_is_one_line(run, tmp_path):
         run("plot.py")
     with pytest.raises(ValueError, match="has nothing to draw"):
         run("plot.py", tmp_path)
+    write(tmp_path / "out", 20)
+    with pytest.raises(ValueError, match="cannot write --png=.*xyz: Format 'xyz'"):
+        run("plot.py", tmp_path / "out", f"--png={tmp_path}/runs.xyz")

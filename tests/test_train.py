@@ -192,7 +192,9 @@ def test_f19_loss_that_is_not_finite_stops_and_keeps_the_checkpoint(
     train(run, tmp_path, sums, "--max_iters=5")
     good = (tmp_path / "ckpt.pt").read_bytes()
     poison(monkeypatch, 3, float("nan"))
-    with pytest.raises(ValueError, match="nan.* is not finite; checkpoints .* not overwritten"):
+    with pytest.raises(
+        ValueError, match="nan at iteration .* not finite; checkpoints .* not overwritten"
+    ):
         train(
             run, tmp_path, sums, "--max_iters=12", "--init_from=resume",
             f"--log_interval={log_interval}",
@@ -400,6 +402,11 @@ def test_wandb_gets_every_entry_and_a_resumed_run_is_the_same_run(run, sums, tmp
     assert started[0]["config"]["n_layer"] == 2
 
 
+def test_a_sample_from_weights_that_overflowed_ends_in_one_line(run, sums, tmp_path):
+    with pytest.raises(ValueError, match="logits nan at iteration .* not finite"):
+        train(run, tmp_path, sums, "--learning_rate=1e10", "--sample_interval=1")
+
+
 # ---- bad input --------------------------------------------------------------------------------
 
 
@@ -418,8 +425,14 @@ def test_wandb_gets_every_entry_and_a_resumed_run_is_the_same_run(run, sums, tmp
         ("--n_embd=34", "head dimension .* is odd"),
         ("--block_size=100000", "but block_size=100000 needs at least 100001"),
         ("--vocab_size=5", "token id .* but the model's vocabulary has 5"),
-        ("--batch_size=0", "batch_size=0 must be at least 1"),
-        ("--gradient_accumulation_steps=0", "gradient_accumulation_steps=0 must be at least 1"),
+        ("--batch_size=0", r"batch_size=0 must be in \[1, inf\)"),
+        ("--gradient_accumulation_steps=0", r"gradient_accumulation_steps=0 must be in \[1, inf\)"),
+        ("--grad_clip=-1", r"grad_clip=-1.0 must be in \[0, inf\)"),
+        ("--learning_rate=nan", r"learning_rate=nan must be in \[0, inf\)"),
+        ("--beta2=1", r"beta2=1.0 must be in \[0, 1\)"),
+        ("--seed=99999999999999999999", r"seed=99999999999999999999 must be in \[-9"),
+        ("--n_hidden=-1", "n_hidden=-1 must be at least 1"),
+        ("--rope_theta=0", "rope_theta=0.0 must be above 0"),
         ("--out_dir=/dev/null/out", "cannot write to out_dir=/dev/null/out"),
         ("--dataset=nowhere", "no data set at .*nowhere"),
         ("--init_from=resume", "no checkpoint at .*ckpt.pt: train first"),
@@ -584,7 +597,7 @@ def test_auto_batch_keeps_the_global_batch_of_the_config(run, sums, tmp_path, mo
 def test_auto_batch_without_a_gpu_and_other_words_are_refused(run, sums, tmp_path):
     with pytest.raises(ValueError, match="batch_size=auto needs a CUDA device"):
         train(run, tmp_path, sums, "--batch_size=auto")
-    with pytest.raises(ValueError, match="batch_size='large' must be a number"):
+    with pytest.raises(ValueError, match="batch_size='large' must be an integer"):
         train(run, tmp_path, sums, "--batch_size=large")
 
 
