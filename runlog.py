@@ -1,5 +1,6 @@
 """Where a run's numbers go: the terminal, `metrics.jsonl` in its folder, and wandb if asked."""
 
+import contextlib
 import json
 import math
 import os
@@ -20,6 +21,7 @@ class RunLog:
     def __init__(self, out_dir: Path, config: dict[str, Any], start_iter: int, quiet: bool = False):
         self.path, self.quiet = out_dir / "metrics.jsonl", quiet
         self.keeps_metrics = not (quiet or config["eval_only"])
+        self.missed_metrics = False
         if self.keeps_metrics:
             kept = [entry for entry in read_metrics(self.path) if entry["iter"] < start_iter]
             temporary = self.path.with_suffix(".tmp")
@@ -99,8 +101,13 @@ class RunLog:
             for key, value in entry.items()
         }
         if self.keeps_metrics:
-            with open(self.path, "a", encoding="utf-8") as file:
-                file.write(json.dumps(entry) + "\n")
+            try:
+                with open(self.path, "a", encoding="utf-8") as file:
+                    file.write(json.dumps(entry) + "\n")
+            except OSError as error:  # a full disk, perhaps: no reason to stop training
+                if not self.missed_metrics:
+                    self.line(f"warning: {self.path} is not complete: {error}")
+                self.missed_metrics = True
         if self.wandb is not None:
             try:
                 self.wandb.log(entry, step=entry["iter"])
@@ -120,12 +127,10 @@ class RunLog:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The entries of a metrics.jsonl, without a last line that a crash cut short."""
+    """The entries of a metrics.jsonl, without lines that a crash or a full disk cut short."""
     entries = []
     if path.exists():
         for line in path.read_text(encoding="utf-8").splitlines():
-            try:
+            with contextlib.suppress(ValueError):
                 entries.append(json.loads(line))
-            except ValueError:
-                break
     return entries

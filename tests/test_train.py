@@ -402,6 +402,25 @@ def test_wandb_gets_every_entry_and_a_resumed_run_is_the_same_run(run, sums, tmp
     assert started[0]["config"]["n_layer"] == 2
 
 
+def test_a_full_disk_costs_metrics_but_not_the_run(run, sums, tmp_path, monkeypatch):
+    calls = []
+
+    def cut_short(path, mode, **options):
+        calls.append(path)
+        if 3 <= len(calls) < 6:
+            with open(path, mode, **options) as file:
+                file.write('{"iter": 2, "lo')
+            raise OSError(28, "No space left on device")
+        return open(path, mode, **options)
+
+    monkeypatch.setattr("runlog.open", cut_short, raising=False)
+    shown = train(run, tmp_path, sums)
+    assert shown.count("is not complete: [Errno 28] No space left") == 1
+    assert "finished at iteration 10" in shown
+    entries = read_metrics(tmp_path / "metrics.jsonl")
+    assert entries[-1]["iter"] == 10 and len(entries) == len(calls) - 3 - 1
+
+
 def test_a_sample_from_weights_that_overflowed_ends_in_one_line(run, sums, tmp_path):
     with pytest.raises(ValueError, match="logits nan at iteration .* not finite"):
         train(run, tmp_path, sums, "--learning_rate=1e10", "--sample_interval=1")
