@@ -427,8 +427,9 @@ def draw(
 
     temperature 0 (below 1e-6, where logits might overflow) is greedy; top_k 0 and top_p 1 keep
     every token; otherwise only the k likeliest, then the fewest whose probabilities reach top_p
-    (Holtzman et al. 2020).
+    (Holtzman et al. 2020). NaN counts as 0 and infinity as 1e30: drawing from them ends a process.
     """
+    logits = logits.nan_to_num().clamp(-1e30, 1e30)
     if temperature < 1e-6:
         return logits.argmax(dim=-1)
     logits = logits / temperature

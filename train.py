@@ -299,8 +299,6 @@ def print_sample() -> None:
     generator = torch.Generator(device).manual_seed(seed)
     raw_model.eval()
     with amp, torch.compiler.set_stance("force_eager"):
-        with torch.no_grad():  # drawing from anything not finite would crash
-            stop_if_not_finite({"logits": raw_model(prompt).float().norm().item()})
         out = raw_model.generate(
             prompt, 100, temperature=0.8, top_k=200, vocab_size=data_vocab, generator=generator
         )
@@ -343,11 +341,11 @@ def training_state() -> dict:
     }
 
 
-def stop_if_not_finite(numbers: dict[str, float]) -> None:
-    """What is NaN or infinite ends the run before it is saved over a good checkpoint."""
-    if not all(map(math.isfinite, numbers.values())):
+def stop_if_not_finite(losses: dict[str, float]) -> None:
+    """A loss that is NaN or infinite ends the run before it is saved over a good checkpoint."""
+    if not all(map(math.isfinite, losses.values())):
         raise ValueError(
-            f"{' and '.join(f'{name} {value}' for name, value in numbers.items())} at iteration "
+            f"{' and '.join(f'{name} {value}' for name, value in losses.items())} at iteration "
             f"{iter_num}: not finite; checkpoints in {out_dir} were not overwritten: go on from "
             "there with a lower learning_rate, or with dtype=bfloat16"
         )

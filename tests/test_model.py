@@ -338,6 +338,8 @@ def test_f43_draw_limits():
     logits = torch.tensor([[2.0, 1.0, 0.0, -1.0]]).expand(4000, -1)
     assert (draw(logits, temperature=0.0) == 0).all()
     assert (draw(logits, temperature=1e-45) == 0).all()
+    for value in (math.nan, math.inf, -math.inf, 3e38):
+        assert draw(torch.full((1, 4), value), temperature=1e-6).item() in range(4)
     assert set(draw(logits, top_k=0).tolist()) == {0, 1, 2, 3}
     assert set(draw(logits, top_k=99).tolist()) == {0, 1, 2, 3}
     assert set(draw(logits, top_k=2).tolist()) == {0, 1}

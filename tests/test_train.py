@@ -422,7 +422,7 @@ def test_a_full_disk_costs_metrics_but_not_the_run(run, sums, tmp_path, monkeypa
 
 
 def test_a_sample_from_weights_that_overflowed_ends_in_one_line(run, sums, tmp_path):
-    with pytest.raises(ValueError, match="logits nan at iteration .* not finite"):
+    with pytest.raises(ValueError, match="loss nan at iteration .* not finite"):
         train(run, tmp_path, sums, "--learning_rate=1e10", "--sample_interval=1")
 
 
