@@ -6,6 +6,7 @@ tokenizer of the lowest validation loss.
 
 import os
 import pickle
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,8 @@ def load(path: Path) -> dict[str, Any]:
 
     Raises ValueError when it is missing, damaged, or not one of ours.
     """
+    if path.is_file() and not zipfile.is_zipfile(path):
+        raise ValueError(f"{path} is damaged or not a checkpoint: no complete zip archive")
     try:
         content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except FileNotFoundError:

@@ -73,7 +73,7 @@ def test_foreign_and_missing_checkpoints_are_named(tmp_path):
     with pytest.raises(ValueError, match="no steadyGPT checkpoint of format 1 .found list"):
         checkpoint.load(path)
     path.write_text("hello")
-    with pytest.raises(ValueError, match="damaged or not a checkpoint"):
+    with pytest.raises(ValueError, match="damaged or not a checkpoint: no complete zip archive"):
         checkpoint.load(path)
 
 
