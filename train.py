@@ -6,7 +6,7 @@
     python train.py --help
 
 The settings below are those for GPT-2 (124M) on OpenWebText; a config file and `--key=value`
-change them. Ctrl-C or SIGTERM finishes the step, saves, and says how to go on.
+change them. Ctrl-C, SIGTERM or a lost terminal finishes the step, saves, and says how to go on.
 """
 
 import gc
@@ -356,6 +356,9 @@ def request_stop(signum: int, frame: object) -> None:
     global stop_requested
     stop_requested = True
     signal.signal(signum, signal.default_int_handler if world_size == 1 else signal.SIG_IGN)
+    if signum == hang_up:  # what is printed from here on would fail
+        for stream in terminals:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
     if master:
         again = b"; once more stops at once" if world_size == 1 else b""
         os.write(1, b"\nstopping after this step and saving" + again + b"\n")
@@ -364,8 +367,12 @@ def request_stop(signum: int, frame: object) -> None:
 tokenizer = from_meta(tokenizer_meta) if sample_interval else None
 profiler = Profiler(Path(out_dir), profile and master, memory_snapshot and master, device)
 stop_requested, stopping, saved_iter = False, False, None
+terminals = [stream for stream in (1, 2) if os.isatty(stream)]
 for signum in (signal.SIGINT, signal.SIGTERM):
     signal.signal(signum, request_stop)
+hang_up = getattr(signal, "SIGHUP", None)  # sent when the terminal is lost; not known on Windows
+if hang_up and signal.getsignal(hang_up) != signal.SIG_IGN:  # nohup has it ignored
+    signal.signal(hang_up, request_stop)
 
 # -----------------------------------------------------------------------------
 # find out whether a step fits into memory, and split it further if not: the same global batch,

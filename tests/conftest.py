@@ -77,7 +77,7 @@ def run(monkeypatch, capsys):
 
     def run_script(script: str, *arguments: object) -> str:
         monkeypatch.setattr(sys, "argv", [script, *map(str, arguments)])
-        handlers = {s: signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)}
+        handlers = {s: signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
         path, hook = list(sys.path), sys.excepthook
         capsys.readouterr()
         try:

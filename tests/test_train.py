@@ -1,6 +1,8 @@
 """train.py as a user runs it. Most runs share this process; signals need one of their own."""
 
 import json
+import os
+import pty
 import random
 import signal
 import subprocess
@@ -400,6 +402,25 @@ def test_wandb_gets_every_entry_and_a_resumed_run_is_the_same_run(run, sums, tmp
     assert logged == [0, 1, 2]
     assert [arguments["id"] for arguments in started] == [None, "abc123"]
     assert started[0]["config"]["n_layer"] == 2
+
+
+def test_a_lost_terminal_is_like_sigterm(sums, tmp_path):
+    terminal, ours = pty.openpty()
+    owner = "import fcntl, runpy, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); "
+    command = [sys.executable, "-c", owner + "runpy.run_path('train.py', run_name='__main__')"]
+    process = subprocess.Popen(
+        [*command, *TINY, f"--dataset={sums}", f"--out_dir={tmp_path}", "--max_iters=100000"],
+        cwd=ROOT, stdin=ours, stdout=ours, stderr=ours, start_new_session=True,
+    )  # fmt: skip
+    os.close(ours)
+    shown = b""
+    while b"iter      5" not in shown:
+        shown += os.read(terminal, 1000)
+    os.close(terminal)
+    assert process.wait(60) == 0
+    reached = checkpoint.load(tmp_path / "ckpt.pt")["iter_num"]
+    assert 5 < reached < 100000
+    assert steps(tmp_path)[-1]["iter"] == reached - 1
 
 
 def test_a_full_disk_costs_metrics_but_not_the_run(run, sums, tmp_path, monkeypatch):
