@@ -352,15 +352,17 @@ def stop_if_not_finite(losses: dict[str, float]) -> None:
 
 
 def request_stop(signum: int, frame: object) -> None:
-    """First signal: stop after this step. Second: at once (torchrun passes on several itself)."""
+    """First signal: stop after this step. Second: at once, if it can only be the user's: torchrun
+    passes on several itself, and a terminal that is lost sends more than one."""
     global stop_requested
     stop_requested = True
-    signal.signal(signum, signal.default_int_handler if world_size == 1 else signal.SIG_IGN)
+    once_more_counts = world_size == 1 and signum != hang_up
+    signal.signal(signum, signal.default_int_handler if once_more_counts else signal.SIG_IGN)
     if signum == hang_up:  # what is printed from here on would fail
         for stream in terminals:
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
     if master:
-        again = b"; once more stops at once" if world_size == 1 else b""
+        again = b"; once more stops at once" if once_more_counts else b""
         os.write(1, b"\nstopping after this step and saving" + again + b"\n")
 
 
