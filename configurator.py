@@ -91,7 +91,8 @@ def configure(
         positional: what `--help` calls arguments without dashes.
 
     Raises ValueError that names key, value and remedy for anything it cannot accept. From here on
-    a ValueError that this project raises ends the script with its one line and no traceback.
+    a ValueError that this project raises, or the system's error about a file or disk, ends the
+    script with its one line and no traceback.
     """
     sys.excepthook = one_line_errors
     for stream in (sys.stdout, sys.stderr):  # a character the terminal lacks is no reason to die
@@ -208,9 +209,9 @@ def one_line_errors(kind: type[BaseException], error: BaseException, trace: Any)
         innermost = innermost.tb_next
     raised_in = Path(innermost.tb_frame.f_code.co_filename if innermost else "").resolve()
     ours = Path(__file__).resolve().parent in raised_in.parents
-    ours = ours and "site-packages" not in raised_in.parts
+    from_us = kind is ValueError and ours and "site-packages" not in raised_in.parts
     from_the_system = isinstance(error, OSError) and error.errno is not None
-    if (kind is ValueError and ours) or from_the_system:
+    if from_us or from_the_system:
         rank = os.environ.get("RANK", "0")  # torchrun's, to tell several processes apart
         prefix = "" if rank == "0" else f"rank {rank}: "
         print(f"{prefix}error: {error}", file=sys.stderr, flush=True)

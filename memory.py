@@ -129,7 +129,7 @@ def splits_to_try(
     batch_size: int | None,
     checkpointing: str,
     available_gib: float,
-    slack: float = 1.1,
+    slack: float,
 ) -> list[Split]:
     """In which order to look for a split of the `per_step` sequences of a step that fits.
 

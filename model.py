@@ -49,7 +49,7 @@ class GPTConfig:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
         if not 0 < self.rope_theta < math.inf:
-            raise ValueError(f"rope_theta={self.rope_theta} must be above 0")
+            raise ValueError(f"rope_theta={self.rope_theta} must be above 0 and finite")
         if self.n_embd % self.n_head and not self.head_dim:
             raise ValueError(
                 f"n_embd={self.n_embd} is not divisible by n_head={self.n_head}: "
@@ -427,12 +427,11 @@ def draw(
 
     temperature 0 (below 1e-6, where logits might overflow) is greedy; top_k 0 and top_p 1 keep
     every token; otherwise only the k likeliest, then the fewest whose probabilities reach top_p
-    (Holtzman et al. 2020). NaN counts as 0 and infinity as 1e30: drawing from them ends a process.
+    (Holtzman et al. 2020).
     """
-    logits = logits.nan_to_num().clamp(-1e30, 1e30)
     if temperature < 1e-6:
         return logits.argmax(dim=-1)
-    logits = logits / temperature
+    logits = (logits / temperature).nan_to_num()  # drawing from NaN or infinity ends a process
     if 0 < top_k < logits.shape[-1]:
         threshold = logits.topk(top_k, dim=-1).values[:, -1:]
         logits = logits.masked_fill(logits < threshold, -math.inf)

@@ -344,10 +344,10 @@ def training_state() -> dict:
 def stop_if_not_finite(losses: dict[str, float]) -> None:
     """A loss that is NaN or infinite ends the run before it is saved over a good checkpoint."""
     if not all(map(math.isfinite, losses.values())):
+        found = " and ".join(f"{name} {loss}" for name, loss in losses.items())
         raise ValueError(
-            f"{' and '.join(f'{name} {value}' for name, value in losses.items())} at iteration "
-            f"{iter_num}: not finite; checkpoints in {out_dir} were not overwritten: go on from "
-            "there with a lower learning_rate, or with dtype=bfloat16"
+            f"{found} at iteration {iter_num}: not finite; checkpoints in {out_dir} were not "
+            "overwritten: go on from there with a lower learning_rate, or with dtype=bfloat16"
         )
 
 
