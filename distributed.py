@@ -2,9 +2,9 @@
 
 All processes call these functions at the same points. A process on its own pays nothing for them.
 
-ddp: every process holds the whole model; gradients lie in one flat tensor, summed by one all-reduce
-after the last micro-step. So the model stays one compiled graph, CUDA graphs keep working, and
-nothing is exchanged before (DistributedDataParallel cuts the graph into buckets).
+ddp: every process holds the whole model; after the last micro-step its gradients are moved into one
+flat tensor and summed by one all-reduce. So the model stays one compiled graph, CUDA graphs keep
+working, and nothing is exchanged before (DistributedDataParallel cuts the graph into buckets).
 fsdp: PyTorch's FSDP2; every process holds its share of weights, gradients and optimizer state.
 """
 

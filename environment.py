@@ -15,6 +15,7 @@ import shutil
 import sys
 import sysconfig
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -145,6 +146,22 @@ def available_memory_gib(device: "torch.device") -> float:
     free, total = torch.cuda.mem_get_info(device)
     limit = torch.cuda.get_per_process_memory_fraction() * total
     return 0.97 * min(limit, free + torch.cuda.memory_reserved(device)) / 2**30
+
+
+def read_later(*scalars: "torch.Tensor") -> Callable[[], list[float]]:
+    """Start copying scalars from the device; the function returned gives their values. It waits for
+    what computes them, but not for what the device has been given to do since."""
+    numbers = torch.stack(scalars)
+    if not numbers.is_cuda:
+        return numbers.tolist
+    copied, done = numbers.to("cpu", non_blocking=True), torch.cuda.Event()
+    done.record()
+
+    def read() -> list[float]:
+        done.synchronize()
+        return copied.tolist()
+
+    return read
 
 
 def keep_freed_memory() -> None:

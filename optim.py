@@ -38,13 +38,16 @@ def load_moments(optimizer: torch.optim.AdamW, state: dict[str, Any]) -> None:
         group.update(today)
 
 
-def allocate_gradients(model: nn.Module) -> Tensor:
-    """Give every parameter its .grad, all in one flat tensor, which is returned."""
+def flatten_gradients(model: nn.Module) -> Tensor:
+    """Move all gradients, or zeros if there are none, into one flat tensor, which is returned;
+    every .grad is a part of it."""
     parameters = list(model.parameters())
-    flat = torch.zeros(sum(p.numel() for p in parameters), device=parameters[0].device)
-    for parameter, part in zip(
-        parameters, flat.split([p.numel() for p in parameters]), strict=True
-    ):
+    sizes = [p.numel() for p in parameters]
+    if parameters[0].grad is None:
+        flat = torch.zeros(sum(sizes), device=parameters[0].device)
+    else:
+        flat = torch.cat([p.grad.flatten() for p in parameters])
+    for parameter, part in zip(parameters, flat.split(sizes), strict=True):
         parameter.grad = part.view_as(parameter)
     return flat
 
@@ -58,6 +61,13 @@ def allocate_state(optimizer: torch.optim.AdamW) -> None:
                 "exp_avg": torch.zeros_like(parameter),
                 "exp_avg_sq": torch.zeros_like(parameter),
             }
+
+
+def clip_in_step(optimizer: torch.optim.AdamW, grad_norm: Tensor, limit: float) -> None:
+    """Have fused AdamW's next step scale the gradients, whose norm is `grad_norm`, down to `limit`
+    (0: no limit) as it reads them, and change nothing where they are not finite."""
+    optimizer.grad_scale = (grad_norm / (limit or math.inf)).clamp(min=1.0)  # a divisor
+    optimizer.found_inf = (~grad_norm.isfinite()).float()
 
 
 def learning_rate_at(step: int, config: dict[str, Any]) -> float:

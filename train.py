@@ -34,9 +34,10 @@ from dataloader import DataLoader, TokenFile, read_meta, validation_batches
 from model import CHECKPOINTING, GPT, GPTConfig
 from optim import (
     SCHEDULES,
-    allocate_gradients,
     allocate_state,
     build_optimizer,
+    clip_in_step,
+    flatten_gradients,
     learning_rate_at,
     load_moments,
 )
@@ -133,7 +134,8 @@ for least, below, keys in (
 # -----------------------------------------------------------------------------
 # this process and its device
 rank, local_rank, world_size = distributed.place()
-master, fsdp = rank == 0, parallel == "fsdp" and world_size > 1
+master = rank == 0
+ddp, fsdp = (world_size > 1 and parallel == engine for engine in distributed.ENGINES)
 distributed.check_accumulation(gradient_accumulation_steps, world_size)
 ckpt_path, best_path = Path(out_dir, "ckpt.pt"), Path(out_dir, "best.pt")
 if master:
@@ -224,10 +226,10 @@ obstacle = environment.compile_obstacle(device) if compile else "compile=False"
 cuda_graphs = cuda_graphs and not obstacle
 # A CUDA graph's backward writes its gradients to memory that its next replay overwrites. So .grad
 # is our own, allocated once, added to, and zeroed in place. (Marking steps or cloning activations,
-# the usual advice, does not help.) Several processes sum the same flat tensor.
-own_gradients = cuda_graphs or (world_size > 1 and not fsdp)
+# the usual advice, does not help.)
+own_gradients = cuda_graphs
 if own_gradients:
-    flat_gradient = allocate_gradients(raw_model)
+    flat_gradient = flatten_gradients(raw_model)
 
 log = RunLog(Path(out_dir), config, iter_num, quiet=not master)
 flops_per_iter = flops_per_token * tokens_per_iter
@@ -284,6 +286,8 @@ def try_step(size: int, checkpointing: str) -> None:
     try:
         for _ in range(3 if cuda_graphs else min(2, sequences_per_process // size)):
             micro_step(tokens, targets)  # a graph runs once to warm up, is recorded, then replayed
+        if ddp and not own_gradients:
+            flatten_gradients(raw_model)
         if eval_interval or eval_only:
             with torch.no_grad(), amp:
                 model.eval()(tokens, targets)
@@ -450,29 +454,31 @@ while True:
         tokens, targets = next(micro_batches)  # now, while the device is busy with this one
 
     # ---- clip and step ------------------------------------------------------
-    if own_gradients:
-        distributed.add_up(flat_gradient)
+    if ddp:
+        distributed.add_up(flat_gradient if own_gradients else flatten_gradients(raw_model))
     scaler.unscale_(optimizer)
-    grad_norm = torch.nn.utils.clip_grad_norm_(raw_model.parameters(), grad_clip or math.inf)
+    grad_norm = torch.nn.utils.get_total_norm([p.grad for p in raw_model.parameters()])
     grad_norm = distributed.full(grad_norm)
-    if not scaler.is_enabled():  # a gradient that is not finite never reaches the weights
-        optimizer.found_inf = (~grad_norm.isfinite()).float()
+    clip_in_step(optimizer, grad_norm, grad_clip)
+    shown = iter_num % log_interval == 0 or iter_num + 1 == max_iters
+    if shown:  # copied already, so that reading it does not wait for the optimizer
+        distributed.add_up(loss)
+        read_numbers = environment.read_later(loss, grad_norm)
     scaler.step(optimizer)
     scaler.update()
     optimizer.zero_grad(set_to_none=not own_gradients)
     stopping = distributed.any_of(stop_requested)
 
     # ---- log ----------------------------------------------------------------
-    if iter_num % log_interval == 0 or iter_num + 1 == max_iters:
-        distributed.add_up(loss)
-        loss_now = loss.item()  # waits for the device
+    if shown:
+        loss_now, norm_now = read_numbers()  # waits for the device
         seconds = (time.perf_counter() - logged_at) / (iter_num + 1 - logged_iter)
         logged_at, logged_iter = time.perf_counter(), iter_num + 1
         log.step({
             "iter": iter_num,
             "loss": loss_now,
             "lr": lr,
-            "grad_norm": grad_norm.item(),
+            "grad_norm": norm_now,
             "ms": seconds * 1e3,
             "tokens_per_s": tokens_per_iter / seconds,
             "mfu": flops_per_iter / seconds / (peak_flops * world_size) if peak_flops else None,

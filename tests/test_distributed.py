@@ -184,12 +184,17 @@ def test_f23_every_process_evaluates_equally_many_batches(sums):
 
 
 def test_f12_gradients_are_one_flat_tensor_that_zeroing_keeps():
-    from optim import allocate_gradients
+    from optim import flatten_gradients
 
     model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Linear(2, 1))
-    flat = allocate_gradients(model)
     model(torch.ones(1, 3)).sum().backward()
-    assert torch.equal(flat, torch.cat([p.grad.flatten() for p in model.parameters()]))
+    gradients = [p.grad.clone() for p in model.parameters()]
+    assert torch.equal(flatten_gradients(model), torch.cat([g.flatten() for g in gradients]))
+    assert all(map(torch.equal, (p.grad for p in model.parameters()), gradients))
+    model.zero_grad(set_to_none=True)
+    flat = flatten_gradients(model)
+    model(torch.ones(1, 3)).sum().backward()
+    assert torch.equal(flat, torch.cat([g.flatten() for g in gradients]))
     assert flat.abs().sum() > 0
     torch.optim.SGD(model.parameters()).zero_grad(set_to_none=False)
     assert flat.abs().sum() == 0 and model[0].weight.grad.data_ptr() == flat.data_ptr()

@@ -25,7 +25,7 @@ from torch.utils.checkpoint import checkpoint
 import model as model_module
 from loss import linear_cross_entropy
 from model import GPT, GPTConfig
-from optim import allocate_gradients
+from optim import flatten_gradients
 from runlog import read_metrics
 from tokenizer import CharTokenizer
 from writer import split_text, write_dataset
@@ -221,7 +221,7 @@ def directional(model, function, tokens, targets, eps=1e-2):
         torch.compiler.cudagraph_mark_step_begin()
         return function(tokens, targets)
 
-    gradient = allocate_gradients(model)
+    gradient = flatten_gradients(model)
     for _ in range(3):  # a graph's warm-up, recording, replay
         gradient.zero_()
         loss().backward()

@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch import nn
 
-from optim import allocate_state, build_optimizer, learning_rate_at, load_moments
+from optim import allocate_state, build_optimizer, clip_in_step, learning_rate_at, load_moments
 
 CONFIG = {
     "learning_rate": 1.0,
@@ -71,10 +71,33 @@ def test_a_gradient_that_is_not_finite_never_reaches_the_weights():
         before = layer.weight.detach().clone()
         for p in layer.parameters():
             p.grad = torch.full_like(p, gradient)
-        norm = torch.nn.utils.clip_grad_norm_(layer.parameters(), 1.0)
-        optimizer.found_inf = (~norm.isfinite()).float()
+        clip_in_step(optimizer, torch.tensor(gradient), 1.0)
         optimizer.step()
         assert torch.equal(before, layer.weight) is not moved
+
+
+@pytest.mark.parametrize("limit", [0.0, 0.5, 100.0])
+@pytest.mark.parametrize("scaled", [False, True])
+def test_clipping_in_the_step_equals_clipping_before_it(limit, scaled):
+    results = []
+    for in_step in (True, False):
+        torch.manual_seed(0)
+        layer = nn.Linear(8, 8)
+        optimizer = build_optimizer(layer, 0.1, (0.9, 0.95), 0.1)
+        scaler = torch.amp.GradScaler("cpu", enabled=scaled)
+        for factor in (1.0, 100.0, 0.1):  # moments remember by how much each was clipped
+            scaler.scale(factor * layer(torch.ones(1, 8)).square().sum()).backward()
+            scaler.unscale_(optimizer)
+            if in_step:
+                norm = torch.nn.utils.get_total_norm([p.grad for p in layer.parameters()])
+                clip_in_step(optimizer, norm, limit)
+            else:
+                torch.nn.utils.clip_grad_norm_(layer.parameters(), limit or float("inf"))
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        results.append(optimizer.state[layer.weight]["exp_avg"])
+    torch.testing.assert_close(*results)
 
 
 def test_resuming_keeps_the_moments_and_takes_todays_settings():
