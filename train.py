@@ -13,7 +13,6 @@ import gc
 import math
 import os
 import shlex
-import signal
 import sys
 import textwrap
 import time
@@ -43,6 +42,7 @@ from optim import (
 )
 from profiling import Profiler
 from runlog import RunLog
+from stop import StopRequest
 from tokenizer import META_KEYS, from_meta
 
 # output and evaluation
@@ -161,6 +161,7 @@ if device.type == "cuda":
     torch.set_float32_matmul_precision("high")  # TF32 for what stays in float32
 if device.type == "cpu":
     environment.keep_freed_memory()
+    environment.use_onednn(block_size)
 
 # -----------------------------------------------------------------------------
 # data
@@ -355,30 +356,10 @@ def stop_if_not_finite(losses: dict[str, float]) -> None:
         )
 
 
-def request_stop(signum: int, frame: object) -> None:
-    """First signal: stop after this step. Second: at once, if it can only be the user's: torchrun
-    passes on several itself, and a terminal that is lost sends more than one."""
-    global stop_requested
-    stop_requested = True
-    once_more_counts = world_size == 1 and signum != hang_up
-    signal.signal(signum, signal.default_int_handler if once_more_counts else signal.SIG_IGN)
-    if signum == hang_up:  # what is printed from here on would fail
-        for stream in terminals:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
-    if master:
-        again = b"; once more stops at once" if once_more_counts else b""
-        os.write(1, b"\nstopping after this step and saving" + again + b"\n")
-
-
 tokenizer = from_meta(tokenizer_meta) if sample_interval else None
 profiler = Profiler(Path(out_dir), profile and master, memory_snapshot and master, device)
-stop_requested, stopping, saved_iter = False, False, None
-terminals = [stream for stream in (1, 2) if os.isatty(stream)]
-for signum in (signal.SIGINT, signal.SIGTERM):
-    signal.signal(signum, request_stop)
-hang_up = getattr(signal, "SIGHUP", None)  # sent when the terminal is lost; not known on Windows
-if hang_up and signal.getsignal(hang_up) != signal.SIG_IGN:  # nohup has it ignored
-    signal.signal(hang_up, request_stop)
+stop = StopRequest(alone=world_size == 1, announce=master)
+stopping, saved_iter = False, None
 
 # -----------------------------------------------------------------------------
 # find out whether a step fits into memory, and split it further if not: the same global batch,
@@ -467,7 +448,7 @@ while True:
     scaler.step(optimizer)
     scaler.update()
     optimizer.zero_grad(set_to_none=not own_gradients)
-    stopping = distributed.any_of(stop_requested)
+    stopping = distributed.any_of(stop.requested)
 
     # ---- log ----------------------------------------------------------------
     if shown:

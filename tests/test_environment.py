@@ -12,6 +12,8 @@ import pytest
 import torch
 from conftest import ROOT
 
+from model import GPT, GPTConfig
+
 CPU = torch.device("cpu")
 
 
@@ -218,3 +220,65 @@ def test_freed_memory_is_kept_from_step_to_step(kept):
     found = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True)
     pages = int(found.stdout)  # faulted in, per step
     assert pages < 100 if kept else pages > 300, pages
+
+
+# ---- oneDNN -----------------------------------------------------------------------------------
+
+
+def processor(tmp_path, monkeypatch, vendor, capability):
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+    path = tmp_path / "cpuinfo"
+    path.write_text(f"vendor_id\t: {vendor}\n", encoding="utf-8")
+    return path
+
+
+@pytest.mark.parametrize(
+    ("vendor", "capability", "exact", "used"),
+    [
+        ("AuthenticAMD", "AVX512", True, True),
+        ("AuthenticAMD", "AVX512", False, False),
+        ("AuthenticAMD", "AVX2", True, False),
+        ("GenuineIntel", "AVX512", True, False),
+    ],
+)
+def test_onednn_multiplies_only_where_it_is_faster_and_exact(
+    tmp_path, monkeypatch, vendor, capability, exact, used
+):
+    cpuinfo = processor(tmp_path, monkeypatch, vendor, capability)
+    monkeypatch.setattr(environment, "products_are_exact", lambda: exact)
+    assert environment.use_onednn(64, cpuinfo) is used
+    assert (torch.backends.mkldnn.matmul.fp32_precision == "bf16") is used
+    assert torch.backends.cuda.flash_sdp_enabled() is not used
+
+
+def test_onednn_is_not_used_where_the_processor_is_not_known(tmp_path):
+    assert environment.use_onednn(64, tmp_path / "none") is False
+
+
+def test_long_contexts_keep_the_fused_attention(tmp_path, monkeypatch):
+    cpuinfo = processor(tmp_path, monkeypatch, "AuthenticAMD", "AVX512")
+    monkeypatch.setattr(environment, "products_are_exact", lambda: True)
+    assert environment.use_onednn(1024, cpuinfo)
+    assert torch.backends.cuda.flash_sdp_enabled()
+
+
+def test_rounded_products_are_found_out(monkeypatch):
+    assert environment.products_are_exact()
+    full = torch.full
+    monkeypatch.setattr(torch, "full", lambda *args: full(*args).bfloat16().float())
+    assert not environment.products_are_exact()
+
+
+def test_a_model_trained_through_onednn_keeps_float32s_accuracy():
+    if not environment.use_onednn(64):
+        pytest.skip("not a processor for it")
+    tokens = torch.randint(64, (2, 12, 64))
+    found = {}
+    for dtype in (torch.float32, torch.float64):
+        torch.manual_seed(0)
+        model = GPT(GPTConfig(block_size=64, vocab_size=64, n_layer=2, n_head=4, n_embd=128))
+        loss = model.to(dtype)(*tokens)
+        loss.backward()
+        found[dtype] = [loss.detach().double()] + [p.grad.double() for p in model.parameters()]
+    for a, b in zip(*found.values(), strict=True):
+        assert (a - b).norm() < 3e-6 * b.norm()
