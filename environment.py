@@ -174,23 +174,24 @@ def keep_freed_memory() -> None:
         mallopt(-1, 2**30)  # M_TRIM_THRESHOLD
 
 
-def use_onednn(block_size: int, cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
+def use_onednn(width: int, block_size: int, cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
     """Compute float32 products by oneDNN where torch's choice, MKL, uses half of the processor: on
-    AMD with AVX-512 (190 against 400 GFLOP/s on two cores of a Zen 5). Returns whether it does.
+    AMD with AVX-512 (190 against 400 GFLOP/s on two cores of a Zen 5; narrow models gain nothing).
+    Returns whether it does.
 
-    The setting is called bf16, but only permits rounding to it, which oneDNN does on processors
-    with units for such products; whether it does here is tried out.
+    The setting permits rounding to bfloat16, which oneDNN does on processors with units for such
+    products; whether it does here is tried out.
     """
     with contextlib.suppress(OSError):
         amd = "AuthenticAMD" in cpuinfo.read_text(encoding="utf-8")
-        if amd and torch.backends.cpu.get_cpu_capability() == "AVX512":
-            before = torch.backends.mkldnn.matmul.fp32_precision
-            torch.backends.mkldnn.matmul.fp32_precision = "bf16"
+        if width >= 64 and amd and torch.backends.cpu.get_cpu_capability() == "AVX512":
+            before = torch.get_float32_matmul_precision()
+            torch.set_float32_matmul_precision("medium")
             if products_are_exact():
                 # the fused attention kernel multiplies small blocks, for which oneDNN is slow
                 torch.backends.cuda.enable_flash_sdp(block_size > 256)  # it means CPUs as well
                 return True
-            torch.backends.mkldnn.matmul.fp32_precision = before
+            torch.set_float32_matmul_precision(before)
     return False
 
 

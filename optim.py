@@ -1,4 +1,4 @@
-"""The optimizer's parameter groups and the learning-rate schedules."""
+"""The optimizer's parameter groups, its gradients, and the learning-rate schedules."""
 
 import math
 from typing import Any

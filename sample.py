@@ -51,6 +51,8 @@ saved = checkpoint.load(path)
 model = GPT(GPTConfig(**saved["model_config"]))
 model.load_state_dict(saved["model"])
 model = model.to(device, dtype).eval()
+if device.type == "cpu" and dtype == torch.float32:
+    environment.use_onednn(model.config.n_embd, model.config.block_size)
 tokenizer = from_meta(saved["tokenizer"])
 
 if start.startswith("FILE:"):

@@ -161,7 +161,6 @@ if device.type == "cuda":
     torch.set_float32_matmul_precision("high")  # TF32 for what stays in float32
 if device.type == "cpu":
     environment.keep_freed_memory()
-    environment.use_onednn(block_size)
 
 # -----------------------------------------------------------------------------
 # data
@@ -191,6 +190,8 @@ else:
 raw_model = GPT(model_config).to("cpu" if fsdp else device)
 config |= {key: value for key, value in raw_model.settings().items() if key in config}
 raw_model.use_cudnn_attention(environment.cudnn_attention(device, dtype, model_config.head_dim))
+if device.type == "cpu" and dtype == torch.float32:
+    environment.use_onednn(model_config.n_embd, block_size)
 n_params, flops_per_token = raw_model.num_params(), raw_model.flops_per_token()
 if pretrained:
     raw_model.load_state_dict(pretrained.weights)

@@ -125,6 +125,5 @@ def fresh_torch():
     """Settings as at the start of a process, but one thread: small tensors are fastest so, and sums
     then come in one order."""
     torch.set_num_threads(1)
-    if torch.backends.mkldnn.matmul.fp32_precision == "bf16":  # environment.use_onednn
-        torch.backends.mkldnn.matmul.fp32_precision = "none"
-        torch.backends.cuda.enable_flash_sdp(True)
+    torch.set_float32_matmul_precision("highest")
+    torch.backends.cuda.enable_flash_sdp(True)

@@ -233,32 +233,33 @@ def processor(tmp_path, monkeypatch, vendor, capability):
 
 
 @pytest.mark.parametrize(
-    ("vendor", "capability", "exact", "used"),
+    ("vendor", "capability", "width", "exact", "used"),
     [
-        ("AuthenticAMD", "AVX512", True, True),
-        ("AuthenticAMD", "AVX512", False, False),
-        ("AuthenticAMD", "AVX2", True, False),
-        ("GenuineIntel", "AVX512", True, False),
+        ("AuthenticAMD", "AVX512", 128, True, True),
+        ("AuthenticAMD", "AVX512", 128, False, False),
+        ("AuthenticAMD", "AVX512", 32, True, False),
+        ("AuthenticAMD", "AVX2", 128, True, False),
+        ("GenuineIntel", "AVX512", 128, True, False),
     ],
 )
 def test_onednn_multiplies_only_where_it_is_faster_and_exact(
-    tmp_path, monkeypatch, vendor, capability, exact, used
+    tmp_path, monkeypatch, vendor, capability, width, exact, used
 ):
     cpuinfo = processor(tmp_path, monkeypatch, vendor, capability)
     monkeypatch.setattr(environment, "products_are_exact", lambda: exact)
-    assert environment.use_onednn(64, cpuinfo) is used
-    assert (torch.backends.mkldnn.matmul.fp32_precision == "bf16") is used
+    assert environment.use_onednn(width, 64, cpuinfo) is used
+    assert torch.get_float32_matmul_precision() == ("medium" if used else "highest")
     assert torch.backends.cuda.flash_sdp_enabled() is not used
 
 
 def test_onednn_is_not_used_where_the_processor_is_not_known(tmp_path):
-    assert environment.use_onednn(64, tmp_path / "none") is False
+    assert environment.use_onednn(128, 64, tmp_path / "none") is False
 
 
 def test_long_contexts_keep_the_fused_attention(tmp_path, monkeypatch):
     cpuinfo = processor(tmp_path, monkeypatch, "AuthenticAMD", "AVX512")
     monkeypatch.setattr(environment, "products_are_exact", lambda: True)
-    assert environment.use_onednn(1024, cpuinfo)
+    assert environment.use_onednn(128, 1024, cpuinfo)
     assert torch.backends.cuda.flash_sdp_enabled()
 
 
@@ -270,7 +271,7 @@ def test_rounded_products_are_found_out(monkeypatch):
 
 
 def test_a_model_trained_through_onednn_keeps_float32s_accuracy():
-    if not environment.use_onednn(64):
+    if not environment.use_onednn(128, 64):
         pytest.skip("not a processor for it")
     tokens = torch.randint(64, (2, 12, 64))
     found = {}

@@ -1,0 +1,115 @@
+"""Time a training step on this CPU against a plain nanoGPT-style model of the same size.
+
+    python dev/cpu_step.py
+
+Both train as `config/train_shakespeare_char_cpu.py` says, eager and in float32; the plain one has
+LayerNorm, learned positions, one product for queries, keys and values, GELU, and the AdamW that
+nanoGPT uses on a CPU. Rounds of every variant alternate; the figures are medians.
+"""
+
+import statistics
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+import environment
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from model import GPT, GPTConfig
+from optim import build_optimizer, clip_in_step
+
+BATCH, BLOCK, LAYERS, HEADS, WIDTH, VOCAB = 12, 64, 4, 4, 128, 128
+ROUNDS, STEPS = 20, 8
+
+
+class PlainBlock(nn.Module):
+    def __init__(self, hidden: int):
+        super().__init__()
+        self.norm1, self.norm2 = (nn.LayerNorm(WIDTH, bias=False) for _ in range(2))
+        self.qkv = nn.Linear(WIDTH, 3 * WIDTH, bias=False)
+        self.proj = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.up = nn.Linear(WIDTH, hidden, bias=False)
+        self.down = nn.Linear(hidden, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (
+            part.view(BATCH, BLOCK, HEADS, -1).transpose(1, 2)
+            for part in self.qkv(self.norm1(x)).split(WIDTH, dim=2)
+        )
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.proj(y.transpose(1, 2).reshape(BATCH, BLOCK, WIDTH))
+        return x + self.down(F.gelu(self.up(self.norm2(x))))
+
+
+class Plain(nn.Module):
+    def __init__(self, hidden: int):
+        super().__init__()
+        self.token_embedding = nn.Embedding(VOCAB, WIDTH)
+        self.position_embedding = nn.Embedding(BLOCK, WIDTH)
+        self.blocks = nn.Sequential(*(PlainBlock(hidden) for _ in range(LAYERS)))
+        self.norm = nn.LayerNorm(WIDTH, bias=False)
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        x = self.token_embedding(tokens) + self.position_embedding(torch.arange(BLOCK))
+        logits = self.norm(self.blocks(x)) @ self.token_embedding.weight.T
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def count(model: nn.Module) -> int:
+    return sum(p.numel() for p in model.parameters())
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, ours: bool) -> None:
+    loss = model(*torch.randint(VOCAB, (2, BATCH, BLOCK)))
+    loss.backward()
+    if ours:
+        norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()])
+        clip_in_step(optimizer, norm, 1.0)
+    else:
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    loss.item()
+
+
+def set_up(onednn: bool) -> bool:
+    """As train.py does on a CPU, or as torch is at first; returns whether oneDNN multiplies."""
+    torch.set_float32_matmul_precision("highest")
+    torch.backends.cuda.enable_flash_sdp(True)
+    return onednn and environment.use_onednn(WIDTH, BLOCK)
+
+
+environment.keep_freed_memory()
+ours = GPT(
+    GPTConfig(block_size=BLOCK, vocab_size=VOCAB, n_layer=LAYERS, n_head=HEADS, n_embd=WIDTH)
+)
+hidden = 4 * WIDTH
+while count(Plain(hidden + 1)) <= count(ours):
+    hidden += 1
+plain = Plain(hidden)
+own_adamw = torch.optim.AdamW(plain.parameters(), lr=1e-3, betas=(0.9, 0.99), weight_decay=0.1)
+fused = [build_optimizer(model, 1e-3, (0.9, 0.99), 0.1) for model in (ours, plain)]
+variants = {
+    "plain": (plain, own_adamw, False),
+    "plain, fused AdamW": (plain, fused[1], False),
+    "ours": (ours, fused[0], True),
+}
+if set_up(onednn=True):
+    variants["ours, without oneDNN"] = (ours, fused[0], True)
+times: dict[str, list[float]] = {name: [] for name in variants}
+for _ in range(ROUNDS):
+    for name, arguments in variants.items():
+        set_up(onednn=name == "ours")
+        step(*arguments)
+        began = time.perf_counter()
+        for _ in range(STEPS):
+            step(*arguments)
+        times[name].append((time.perf_counter() - began) / STEPS * 1e3)
+print(f"{count(ours):,} and {count(plain):,} parameters, {torch.get_num_threads()} threads")
+for name in variants:
+    median = statistics.median(times[name])
+    print(f"{name:22} {median:6.1f} ms   {median / statistics.median(times['plain']):.2f}")
