@@ -1,7 +1,7 @@
 """Evaluate SmolLM2-135M as a baseline: its loss on a data set made with its own tokenizer.
 
-    python data/text/prepare.py --input=FILES --tokenizer=hf:HuggingFaceTB/SmolLM2-135M \
-    --out=data/smollm2_135m
+    python data/text/prepare.py --input=FILES --tokenizer=hf:HuggingFaceTB/SmolLM2-135M \\
+        --out=data/smollm2_135m
     python train.py config/eval_smollm2_135m.py
 """
 

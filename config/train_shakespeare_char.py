@@ -1,8 +1,10 @@
 """A small GPT on tiny Shakespeare, character by character, on a GPU.
 
-python data/shakespeare_char/prepare.py
-python train.py config/train_shakespeare_char.py
-python sample.py --out_dir=out-shakespeare-char
+    python data/shakespeare_char/prepare.py
+    python train.py config/train_shakespeare_char.py
+    python sample.py --out_dir=out-shakespeare-char
+
+It overfits before the end, so only a better checkpoint is kept.
 """
 
 out_dir = "out-shakespeare-char"

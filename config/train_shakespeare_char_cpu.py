@@ -1,8 +1,10 @@
 """A very small GPT on tiny Shakespeare, character by character, on a laptop's CPU.
 
-python data/shakespeare_char/prepare.py
-python train.py config/train_shakespeare_char_cpu.py
-python sample.py --out_dir=out-shakespeare-char-cpu
+    python data/shakespeare_char/prepare.py
+    python train.py config/train_shakespeare_char_cpu.py
+    python sample.py --out_dir=out-shakespeare-char-cpu
+
+1 to 2 minutes on two CPU cores; validation loss 1.65, where token frequencies alone give 3.34.
 """
 
 out_dir = "out-shakespeare-char-cpu"
