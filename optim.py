@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from distributed import divide_like
 
 SCHEDULES = ("cosine", "wsd")
+IGNORE_SCALE = ("mps",)  # devices whose fused AdamW takes no notice of grad_scale and found_inf
 
 
 def build_optimizer(
@@ -66,7 +67,12 @@ def allocate_state(optimizer: torch.optim.AdamW) -> None:
 def clip_in_step(optimizer: torch.optim.AdamW, grad_norm: Tensor, limit: float) -> None:
     """Have fused AdamW's next step scale the gradients, whose norm is `grad_norm`, down to `limit`
     (0: no limit) as it reads them, and change nothing where they are not finite."""
-    optimizer.grad_scale = (grad_norm / (limit or math.inf)).clamp(min=1.0)  # a divisor
+    divisor = (grad_norm / (limit or math.inf)).clamp(min=1.0)
+    if grad_norm.device.type in IGNORE_SCALE:  # gradients that are not finite become zeros
+        for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+            parameter.grad.div_(divisor).nan_to_num_(0.0, 0.0, 0.0)
+        return
+    optimizer.grad_scale = divisor
     optimizer.found_inf = (~grad_norm.isfinite()).float()
 
 

@@ -229,8 +229,7 @@ cuda_graphs = cuda_graphs and not obstacle
 # A CUDA graph's backward writes its gradients to memory that its next replay overwrites. So .grad
 # is our own, allocated once, added to, and zeroed in place. (Marking steps or cloning activations,
 # the usual advice, does not help.)
-own_gradients = cuda_graphs
-if own_gradients:
+if cuda_graphs:
     flat_gradient = flatten_gradients(raw_model)
 
 log = RunLog(Path(out_dir), config, iter_num, quiet=not master)
@@ -288,14 +287,14 @@ def try_step(size: int, checkpointing: str) -> None:
     try:
         for _ in range(3 if cuda_graphs else min(2, sequences_per_process // size)):
             micro_step(tokens, targets)  # a graph runs once to warm up, is recorded, then replayed
-        if ddp and not own_gradients:
+        if ddp and not cuda_graphs:
             flatten_gradients(raw_model)
         if eval_interval or eval_only:
             with torch.no_grad(), amp:
                 model.eval()(tokens, targets)
     finally:
         model.train()
-        optimizer.zero_grad(set_to_none=not own_gradients)
+        optimizer.zero_grad(set_to_none=not cuda_graphs)
 
 
 def print_sample() -> None:
@@ -382,7 +381,7 @@ if fitting != wanted:
         f"{gradient_accumulation_steps} --activation_checkpointing={activation_checkpointing}, "
         "the same global batch; these flags make it permanent"
     )
-keeps_gradients = own_gradients or gradient_accumulation_steps > world_size
+keeps_gradients = cuda_graphs or gradient_accumulation_steps > world_size
 components = step_memory(batch_size, activation_checkpointing, keeps_gradients)
 log.line(f"memory {memory.describe(components)}, by estimate")
 loader = DataLoader(
@@ -437,7 +436,7 @@ while True:
 
     # ---- clip and step ------------------------------------------------------
     if ddp:
-        distributed.add_up(flat_gradient if own_gradients else flatten_gradients(raw_model))
+        distributed.add_up(flat_gradient if cuda_graphs else flatten_gradients(raw_model))
     scaler.unscale_(optimizer)
     grad_norm = torch.nn.utils.get_total_norm([p.grad for p in raw_model.parameters()])
     grad_norm = distributed.full(grad_norm)
@@ -448,7 +447,7 @@ while True:
         read_numbers = environment.read_later(loss, grad_norm)
     scaler.step(optimizer)
     scaler.update()
-    optimizer.zero_grad(set_to_none=not own_gradients)
+    optimizer.zero_grad(set_to_none=not cuda_graphs)
     stopping = distributed.any_of(stop.requested)
 
     # ---- log ----------------------------------------------------------------

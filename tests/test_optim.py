@@ -2,6 +2,7 @@ import pytest
 import torch
 from torch import nn
 
+import optim
 from optim import allocate_state, build_optimizer, clip_in_step, learning_rate_at, load_moments
 
 CONFIG = {
@@ -64,10 +65,12 @@ def test_degenerate_lengths_do_not_divide_by_zero(schedule):
             assert all(0 < learning_rate_at(step, config) <= 1.0 for step in range(20))
 
 
-def test_a_gradient_that_is_not_finite_never_reaches_the_weights():
-    for gradient, moved in ((float("nan"), False), (1.0, True)):
+@pytest.mark.parametrize("ignoring", [(), ("cpu",)])
+def test_a_gradient_that_is_not_finite_never_reaches_the_weights(monkeypatch, ignoring):
+    monkeypatch.setattr(optim, "IGNORE_SCALE", ignoring)
+    for gradient, moved in ((float("nan"), False), (float("inf"), False), (1.0, True)):
         layer = nn.Linear(2, 2)
-        optimizer = build_optimizer(layer, 0.1, (0.9, 0.95), 0.1)
+        optimizer = build_optimizer(layer, 0.1, (0.9, 0.95), 0.0 if ignoring else 0.1)
         before = layer.weight.detach().clone()
         for p in layer.parameters():
             p.grad = torch.full_like(p, gradient)
@@ -78,7 +81,9 @@ def test_a_gradient_that_is_not_finite_never_reaches_the_weights():
 
 @pytest.mark.parametrize("limit", [0.0, 0.5, 100.0])
 @pytest.mark.parametrize("scaled", [False, True])
-def test_clipping_in_the_step_equals_clipping_before_it(limit, scaled):
+@pytest.mark.parametrize("ignoring", [(), ("cpu",)])
+def test_clipping_in_the_step_equals_clipping_before_it(monkeypatch, limit, scaled, ignoring):
+    monkeypatch.setattr(optim, "IGNORE_SCALE", ignoring)
     results = []
     for in_step in (True, False):
         torch.manual_seed(0)
