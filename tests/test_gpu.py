@@ -591,9 +591,11 @@ def several(data, tmp_path_factory):
             pairs.put(pair)
 
     slowest_first = SEVERAL[::-1]  # a pair of GPUs is not shared: exchanges would wait for turns
+    numbers = map(str, range(torch.cuda.device_count()))
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(numbers)).split(",")
     pairs = queue.SimpleQueue()
-    for first in range(0, torch.cuda.device_count() - 1, 2):
-        pairs.put(f"{first},{first + 1}")
+    for pair in zip(visible[::2], visible[1::2], strict=False):
+        pairs.put(",".join(pair))
     with ThreadPoolExecutor(pairs.qsize()) as pool:
         return dict(zip(slowest_first, pool.map(run, slowest_first), strict=True))
 
