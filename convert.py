@@ -19,6 +19,7 @@ import torch
 
 import checkpoint
 from configurator import configure
+from hardware import DTYPES
 from model import GPT, GPTConfig
 from tokenizer import from_meta, hf_tokenizer_meta, write_hf_tokenizer
 
@@ -232,7 +233,7 @@ if __name__ == "__main__":
     saved = checkpoint.load(path)
     if dtype == "auto":
         dtype = saved.get("pretrained_dtype") or "float32"
-    if dtype not in environment.DTYPES:
-        raise ValueError(f"unknown dtype {dtype!r}: use auto, {', '.join(environment.DTYPES)}")
+    if dtype not in DTYPES:
+        raise ValueError(f"unknown dtype {dtype!r}: use auto, {', '.join(DTYPES)}")
     write_pretrained(saved, Path(to), getattr(torch, dtype))
     print(f"{to}: {path} in {dtype}, for transformers' AutoModelForCausalLM.from_pretrained")

@@ -1,4 +1,4 @@
-"""What must be right around torch: allocator, device, dtype, and whether torch.compile can work.
+"""What must be right around torch: the allocator's variable, and what torch.compile needs.
 
 Import it before CUDA starts: importing it sets the allocator variable. `python environment.py`
 prints a report for bug reports; it runs without a GPU, a compiler, or torch.
@@ -7,7 +7,6 @@ prints a report for bug reports; it runs without a GPU, a compiler, or torch.
 import contextlib
 import ctypes
 import ctypes.util
-import math
 import os
 import platform
 import re
@@ -15,7 +14,6 @@ import shutil
 import sys
 import sysconfig
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +32,8 @@ except ImportError:
 if torch is not None:
     import torch._functorch.config as functorch_config
 
+    from hardware import choose_device
+
     # Our loss is a custom autograd function; by default torch caches no graph that holds one, and
     # every start would trace and partition anew (13 s instead of 4 for GPT-2 on an H200).
     if hasattr(functorch_config, "autograd_cache_allow_custom_autograd_functions"):
@@ -41,177 +41,6 @@ if torch is not None:
 
 COMPILE_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 GRAPH_MODES = ("reduce-overhead", "max-autotune")  # those that record CUDA graphs
-DTYPES = ("float32", "bfloat16", "float16")
-
-# Dense bf16/fp16 tensor-core peaks in FLOP/s from the vendor's data sheets. The first name that is
-# part of torch.cuda.get_device_name() counts, so longer names come first.
-PEAK_FLOPS = {
-    "GB200": 2500e12,
-    "B200": 2250e12,
-    "H200": 989e12,
-    "H100 PCIe": 756e12,
-    "H100 NVL": 835e12,
-    "H100": 989e12,
-    "A100": 312e12,
-    "A40": 150e12,
-    "A10G": 70e12,
-    "A10": 125e12,
-    "L40S": 362e12,
-    "L40": 181e12,
-    "L4": 121e12,
-    "V100": 125e12,
-    "T4": 65e12,
-    "RTX 4090": 165e12,
-    "RTX 3090": 71e12,
-}
-
-
-def choose_device(name: str = "auto", local_rank: int | None = None) -> "torch.device":
-    """The device called `name`, or for "auto" the best there is: cuda, then mps, then cpu.
-
-    One of several processes on a machine gets the GPU with the number of its `local_rank`.
-    Raises ValueError when the name is unknown or the device is not there.
-    """
-    if name == "auto":
-        if torch.cuda.is_available():
-            name = "cuda"
-        else:
-            name = "mps" if torch.backends.mps.is_available() else "cpu"
-    kind, _, index = name.partition(":")
-    if kind not in ("cpu", "cuda", "mps"):
-        raise ValueError(f"unknown device {name!r}: use auto, cpu, cuda, cuda:N or mps")
-    if local_rank is not None and kind != "cpu":
-        if index or kind == "mps":
-            raise ValueError(f"device={name} cannot be shared by several processes: use cuda")
-        if local_rank >= torch.cuda.device_count():
-            raise ValueError(
-                f"process {local_rank} of this machine has no GPU, there are "
-                f"{torch.cuda.device_count()}: use a smaller --nproc_per_node"
-            )
-        name = f"cuda:{local_rank}"
-    try:
-        device = torch.device(name)
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
-        reason = str(error).splitlines()[0].split(". ")[0]
-        raise ValueError(f"device {name!r} is not usable here: {reason}") from None
-    if device.type == "cuda" and device.index is not None:
-        torch.cuda.set_device(device)  # the calls that name no device mean this one
-    return device
-
-
-def choose_dtype(name: str, device: "torch.device") -> "torch.dtype":
-    """The dtype to compute in; "auto": bfloat16 or float16 on a GPU, float32 elsewhere.
-
-    Weights, gradients and optimizer state are float32 in any case.
-    """
-    if name == "auto":
-        name = "float32"
-        if device.type == "cuda":
-            name = (
-                "bfloat16"
-                if torch.cuda.is_bf16_supported(including_emulation=False)
-                else ("float16")
-            )
-    if name not in DTYPES:
-        raise ValueError(f"unknown dtype {name!r}: use auto, {', '.join(DTYPES)}")
-    return getattr(torch, name)
-
-
-def autocast(device: "torch.device", dtype: "torch.dtype") -> contextlib.AbstractContextManager:
-    """The context to run forward passes in."""
-    if dtype == torch.float32:
-        return contextlib.nullcontext()
-    return torch.autocast(device.type, dtype)
-
-
-def peak_flops(device: "torch.device", dtype: "torch.dtype") -> float | None:
-    """The device's peak FLOP/s for matrix products in `dtype`, or None where it is not known."""
-    if device.type != "cuda" or dtype == torch.float32:
-        return None
-    name = torch.cuda.get_device_name(device)
-    return next((peak for key, peak in PEAK_FLOPS.items() if key in name), None)
-
-
-def peak_memory_gib(device: "torch.device") -> float | None:
-    """Most GPU memory allocated so far, in GiB; None on devices without that counter."""
-    return torch.cuda.max_memory_allocated(device) / 2**30 if device.type == "cuda" else None
-
-
-def available_memory_gib(device: "torch.device") -> float:
-    """GPU memory a step may take: what is free and what this process has, less 3% for CUDA;
-    infinity on other devices."""
-    if device.type != "cuda":
-        return math.inf
-    free, total = torch.cuda.mem_get_info(device)
-    limit = torch.cuda.get_per_process_memory_fraction() * total
-    return 0.97 * min(limit, free + torch.cuda.memory_reserved(device)) / 2**30
-
-
-def read_later(*scalars: "torch.Tensor") -> Callable[[], list[float]]:
-    """Start copying scalars from the device; the function returned gives their values. It waits for
-    what computes them, but not for what the device has been given to do since."""
-    numbers = torch.stack(scalars)
-    if not numbers.is_cuda:
-        return numbers.tolist
-    copied, done = numbers.to("cpu", non_blocking=True), torch.cuda.Event()
-    done.record()
-
-    def read() -> list[float]:
-        done.synchronize()
-        return copied.tolist()
-
-    return read
-
-
-def keep_freed_memory() -> None:
-    """Let the C library keep what tensors on the CPU free: glibc gives large blocks back to the
-    system after a step, and the next one faults them in again, page by page (4% of a small model's
-    step). Other C libraries stay as they are."""
-    with contextlib.suppress(AttributeError, OSError, TypeError):
-        mallopt = ctypes.CDLL(None).mallopt
-        mallopt(-3, 2**25)  # M_MMAP_THRESHOLD, and the largest it takes
-        mallopt(-1, 2**30)  # M_TRIM_THRESHOLD
-
-
-def use_onednn(width: int, block_size: int, cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
-    """Compute float32 products by oneDNN where torch's choice, MKL, uses half of the processor: on
-    AMD with AVX-512 (190 against 400 GFLOP/s on two cores of a Zen 5; narrow models gain nothing).
-    Returns whether it does.
-
-    The setting permits rounding to bfloat16, which oneDNN does on processors with units for such
-    products; whether it does here is tried out.
-    """
-    with contextlib.suppress(OSError):
-        amd = "AuthenticAMD" in cpuinfo.read_text(encoding="utf-8")
-        if width >= 64 and amd and torch.backends.cpu.get_cpu_capability() == "AVX512":
-            before = torch.get_float32_matmul_precision()
-            torch.set_float32_matmul_precision("medium")
-            if products_are_exact():
-                # the fused attention kernel multiplies small blocks, for which oneDNN is slow
-                torch.backends.cuda.enable_flash_sdp(block_size > 256)  # it means CPUs as well
-                return True
-            torch.set_float32_matmul_precision(before)
-    return False
-
-
-def products_are_exact() -> bool:
-    """Whether a float32 product on the CPU keeps more than bfloat16's digits."""
-    a = torch.full((512, 512), 1 + 2**-12)  # 1.0 in bfloat16
-    return bool(((a @ a).mean() - 512.25).abs() < 0.01)
-
-
-def cudnn_attention(device: "torch.device", dtype: "torch.dtype", head_dim: int) -> bool:
-    """Whether cuDNN's attention is the fastest here: on Hopper and newer, in half precision
-    (measured on an H200, see dev/LOG.md)."""
-    return (
-        device.type == "cuda"
-        and dtype != torch.float32
-        and torch.backends.cudnn.is_available()
-        and torch.cuda.get_device_capability(device) >= (9, 0)
-        and head_dim % 8 == 0
-        and head_dim <= 128
-    )
 
 
 def summary(

@@ -7,11 +7,12 @@ import sys
 import time
 from pathlib import Path
 
-import environment  # before torch: it sets the CUDA allocator's variable
+import environment  # noqa: F401  before torch: it sets the CUDA allocator's variable
 
 import torch
 
 import checkpoint
+import hardware
 from configurator import configure
 from model import GPT, GPTConfig
 from tokenizer import from_meta
@@ -43,8 +44,8 @@ for name, value, valid, rule in (
 ):
     if not valid:
         raise ValueError(f"{name}={value} must be {rule}")
-device = environment.choose_device(device)
-dtype = environment.choose_dtype(dtype, device)
+device = hardware.choose_device(device)
+dtype = hardware.choose_dtype(dtype, device)
 
 path = checkpoint.find(Path(out_dir), ckpt)
 saved = checkpoint.load(path)
@@ -52,7 +53,7 @@ model = GPT(GPTConfig(**saved["model_config"]))
 model.load_state_dict(saved["model"])
 model = model.to(device, dtype).eval()
 if device.type == "cpu" and dtype == torch.float32:
-    environment.use_onednn(model.config.n_embd, model.config.block_size)
+    hardware.use_onednn(model.config.n_embd, model.config.block_size)
 tokenizer = from_meta(saved["tokenizer"])
 
 if start.startswith("FILE:"):

@@ -26,6 +26,7 @@ import torch._functorch.config as functorch_config
 
 import checkpoint
 import distributed
+import hardware
 import memory
 from configurator import configure, read_settings, resolve
 from convert import check_data, read_pretrained
@@ -142,8 +143,8 @@ if master:
     checkpoint.make_folder(Path(out_dir))
 if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) and ckpt_path.exists():
     init_from = config["init_from"] = "resume"  # torchrun starts all anew after one has died
-device = environment.choose_device(device, local_rank if world_size > 1 else None)
-dtype = environment.choose_dtype(dtype, device)
+device = hardware.choose_device(device, local_rank if world_size > 1 else None)
+dtype = hardware.choose_dtype(dtype, device)
 cuda_graphs = compile and compile_mode in environment.GRAPH_MODES and device.type == "cuda"
 if fsdp and (cuda_graphs or dtype == torch.float16):
     raise ValueError(
@@ -152,15 +153,15 @@ if fsdp and (cuda_graphs or dtype == torch.float16):
         "dtype=bfloat16, or parallel=ddp"
     )
 distributed.start(device, backend, config)
-available_gib = distributed.smallest(environment.available_memory_gib(device))
+available_gib = distributed.smallest(hardware.available_memory_gib(device))
 if auto_batch and available_gib == math.inf:
     raise ValueError(f"batch_size=auto needs a CUDA device, not {device}")
-amp = environment.autocast(device, dtype)
+amp = hardware.autocast(device, dtype)
 torch.manual_seed(seed)
 if device.type == "cuda":
     torch.set_float32_matmul_precision("high")  # TF32 for what stays in float32
 if device.type == "cpu":
-    environment.keep_freed_memory()
+    hardware.keep_freed_memory()
 
 # -----------------------------------------------------------------------------
 # data
@@ -189,9 +190,9 @@ else:
     model_config = GPTConfig.from_settings(config, vocab_size)
 raw_model = GPT(model_config).to("cpu" if fsdp else device)
 config |= {key: value for key, value in raw_model.settings().items() if key in config}
-raw_model.use_cudnn_attention(environment.cudnn_attention(device, dtype, model_config.head_dim))
+raw_model.use_cudnn_attention(hardware.cudnn_attention(device, dtype, model_config.head_dim))
 if device.type == "cpu" and dtype == torch.float32:
-    environment.use_onednn(model_config.n_embd, block_size)
+    hardware.use_onednn(model_config.n_embd, block_size)
 n_params, flops_per_token = raw_model.num_params(), raw_model.flops_per_token()
 if pretrained:
     raw_model.load_state_dict(pretrained.weights)
@@ -234,7 +235,7 @@ if cuda_graphs:
 
 log = RunLog(Path(out_dir), config, iter_num, quiet=not master)
 flops_per_iter = flops_per_token * tokens_per_iter
-peak_flops = environment.peak_flops(device, dtype)
+peak_flops = hardware.peak_flops(device, dtype)
 log.line(environment.summary(device, dtype, obstacle, compile_mode))
 if world_size > 1:
     log.line(f"{world_size} processes, {parallel}")
@@ -444,7 +445,7 @@ while True:
     shown = iter_num % log_interval == 0 or iter_num + 1 == max_iters
     if shown:  # copied already, so that reading it does not wait for the optimizer
         distributed.add_up(loss)
-        read_numbers = environment.read_later(loss, grad_norm)
+        read_numbers = hardware.read_later(loss, grad_norm)
     scaler.step(optimizer)
     scaler.update()
     optimizer.zero_grad(set_to_none=not cuda_graphs)
@@ -463,7 +464,7 @@ while True:
             "ms": seconds * 1e3,
             "tokens_per_s": tokens_per_iter / seconds,
             "mfu": flops_per_iter / seconds / (peak_flops * world_size) if peak_flops else None,
-            "memory_gib": environment.peak_memory_gib(device),
+            "memory_gib": hardware.peak_memory_gib(device),
         })  # fmt: skip
         stop_if_not_finite({"loss": loss_now})
     iter_num += 1

@@ -13,12 +13,13 @@ import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-import environment
+import environment  # noqa: F401  before torch, as in train.py
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+import hardware
 from model import GPT, GPTConfig
 from optim import build_optimizer, clip_in_step
 
@@ -80,10 +81,10 @@ def set_up(onednn: bool) -> bool:
     """As train.py does on a CPU, or as torch is at first; returns whether oneDNN multiplies."""
     torch.set_float32_matmul_precision("highest")
     torch.backends.cuda.enable_flash_sdp(True)
-    return onednn and environment.use_onednn(WIDTH, BLOCK)
+    return onednn and hardware.use_onednn(WIDTH, BLOCK)
 
 
-environment.keep_freed_memory()
+hardware.keep_freed_memory()
 ours = GPT(
     GPTConfig(block_size=BLOCK, vocab_size=VOCAB, n_layer=LAYERS, n_head=HEADS, n_embd=WIDTH)
 )

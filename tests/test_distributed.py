@@ -251,8 +251,8 @@ def test_different_settings_are_detected(launch, tmp_path):
 
 
 KNOWN_PEAK = """
-import environment
-environment.peak_flops = lambda device, dtype: 1e12
+import environment, hardware
+hardware.peak_flops = lambda device, dtype: 1e12
 """
 
 
@@ -287,8 +287,8 @@ def test_f15_one_process_out_of_memory_makes_all_split_further(launch, alone, tm
 # What is left of process 1's memory is not enough for a micro-batch of 4.
 ONE_HAS_LITTLE = """
 import os
-import environment
-environment.available_memory_gib = lambda device: (1.0, 0.0006)[int(os.environ["RANK"])]
+import environment, hardware
+hardware.available_memory_gib = lambda device: (1.0, 0.0006)[int(os.environ["RANK"])]
 """
 
 

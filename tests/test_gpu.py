@@ -22,6 +22,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+import hardware
 import model as model_module
 from loss import linear_cross_entropy
 from model import GPT, GPTConfig
@@ -433,7 +434,7 @@ def kernels(function):
 @pytest.mark.parametrize("compiled", [False, True])
 def test_f13_the_attention_kernel_that_was_chosen_runs(compiled):
     torch._dynamo.reset()
-    if not environment.cudnn_attention(torch.device("cuda"), torch.bfloat16, 64):
+    if not hardware.cudnn_attention(torch.device("cuda"), torch.bfloat16, 64):
         pytest.skip("cuDNN attention is not chosen on this GPU")
     raw = GPT(GPTConfig(n_layer=1, n_head=4, n_kv_head=2, n_embd=256, block_size=256)).cuda()
     raw.use_cudnn_attention(True)
@@ -623,10 +624,10 @@ def test_fsdp_never_holds_a_whole_model_on_a_gpu(tmp_path):
     script = tmp_path / "shard.py"
     script.write_text(
         f"import sys; sys.path[:0] = [{str(ROOT)!r}]\n"
-        "import environment, torch, distributed\n"
+        "import environment, torch, distributed, hardware\n"
         "from model import GPT, GPTConfig\n"
         "rank = distributed.place()[0]\n"
-        "device = environment.choose_device('cuda', rank)\n"
+        "device = hardware.choose_device('cuda', rank)\n"
         "distributed.start(device, 'auto', {})\n"
         "model = GPT(GPTConfig(n_layer=24))\n"
         "whole = 4 * model.num_params()\n"

@@ -16,6 +16,7 @@ import torch
 from conftest import ROOT, TINY
 
 import checkpoint
+import hardware
 import model as model_file
 from runlog import read_metrics
 
@@ -151,8 +152,6 @@ def test_f16_low_precision_trains_on_cpu_without_deprecated_calls(run, sums, tmp
 
 
 def test_f20_mfu_only_where_the_peak_is_known(monkeypatch):
-    import environment
-
     gpu = types.SimpleNamespace(type="cuda")
     for name, expected in (
         ("NVIDIA H200", 989e12),
@@ -163,9 +162,9 @@ def test_f20_mfu_only_where_the_peak_is_known(monkeypatch):
         ("NVIDIA GeForce GTX 1080", None),
     ):
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device, name=name: name)
-        assert environment.peak_flops(gpu, torch.bfloat16) == expected
-    assert environment.peak_flops(gpu, torch.float32) is None
-    assert environment.peak_flops(torch.device("cpu"), torch.bfloat16) is None
+        assert hardware.peak_flops(gpu, torch.bfloat16) == expected
+    assert hardware.peak_flops(gpu, torch.float32) is None
+    assert hardware.peak_flops(torch.device("cpu"), torch.bfloat16) is None
 
 
 # ---- not finite -------------------------------------------------------------------------------
@@ -626,9 +625,7 @@ def test_other_errors_of_a_step_are_not_taken_for_memory(run, sums, tmp_path, mo
 
 
 def test_auto_batch_keeps_the_global_batch_of_the_config(run, sums, tmp_path, monkeypatch):
-    import environment
-
-    monkeypatch.setattr(environment, "available_memory_gib", lambda device: 1.0)
+    monkeypatch.setattr(hardware, "available_memory_gib", lambda device: 1.0)
     small_card(monkeypatch, sequences=5)
     arguments = ["--batch_size=3", "--gradient_accumulation_steps=4", "--max_iters=3"]
     train(run, tmp_path / "fixed", sums, *arguments)

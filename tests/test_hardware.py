@@ -1,0 +1,115 @@
+"""What to compute on and how, as far as CPUs show it."""
+
+import os
+import platform
+import subprocess
+import sys
+
+import environment  # noqa: F401  before torch
+
+import pytest
+import torch
+from conftest import ROOT
+
+import hardware
+from model import GPT, GPTConfig
+
+CPU = torch.device("cpu")
+
+
+def test_device_and_dtype_are_chosen_and_can_be_overridden(monkeypatch):
+    assert hardware.choose_device("cpu") == CPU
+    if not torch.cuda.is_available():
+        with pytest.raises(ValueError, match="device 'cuda' is not usable here"):
+            hardware.choose_device("cuda")
+    assert hardware.choose_dtype("auto", CPU) == torch.float32
+    assert hardware.choose_dtype("bfloat16", CPU) == torch.bfloat16
+    gpu = torch.device("cuda")
+    for native, expected in ((True, torch.bfloat16), (False, torch.float16)):
+        monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda n=native, **_: n)
+        assert hardware.choose_dtype("auto", gpu) == expected
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="needs glibc")
+@pytest.mark.parametrize("kept", [False, True])
+def test_freed_memory_is_kept_from_step_to_step(kept):
+    script = (
+        "import resource, environment, hardware, torch\n"
+        "from model import GPT, GPTConfig\n"
+        f"if {kept}: hardware.keep_freed_memory()\n"
+        "model = GPT(GPTConfig(block_size=64, vocab_size=128, n_layer=4, n_head=4, n_embd=128))\n"
+        "tokens = torch.randint(128, (12, 64))\n"
+        "def step():\n"
+        "    model(tokens, tokens).backward()\n"
+        "    model.zero_grad()\n"
+        "for _ in range(10): step()\n"
+        "before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt\n"
+        "for _ in range(10): step()\n"
+        "print((resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before) // 10)\n"
+    )
+    found = subprocess.run(
+        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True,
+        env=os.environ | {"MALLOC_TRIM_THRESHOLD_": "131072"},  # else glibc adapts, by chance
+    )  # fmt: skip
+    pages = int(found.stdout)  # faulted in, per step
+    assert pages < 100 if kept else pages > 300, pages
+
+
+def processor(tmp_path, monkeypatch, vendor, capability):
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+    path = tmp_path / "cpuinfo"
+    path.write_text(f"vendor_id\t: {vendor}\n", encoding="utf-8")
+    return path
+
+
+@pytest.mark.parametrize(
+    ("vendor", "capability", "width", "exact", "used"),
+    [
+        ("AuthenticAMD", "AVX512", 128, True, True),
+        ("AuthenticAMD", "AVX512", 128, False, False),
+        ("AuthenticAMD", "AVX512", 32, True, False),
+        ("AuthenticAMD", "AVX2", 128, True, False),
+        ("GenuineIntel", "AVX512", 128, True, False),
+    ],
+)
+def test_onednn_multiplies_only_where_it_is_faster_and_exact(
+    tmp_path, monkeypatch, vendor, capability, width, exact, used
+):
+    cpuinfo = processor(tmp_path, monkeypatch, vendor, capability)
+    monkeypatch.setattr(hardware, "products_are_exact", lambda: exact)
+    assert hardware.use_onednn(width, 64, cpuinfo) is used
+    assert torch.get_float32_matmul_precision() == ("medium" if used else "highest")
+    assert torch.backends.cuda.flash_sdp_enabled() is not used
+
+
+def test_onednn_is_not_used_where_the_processor_is_not_known(tmp_path):
+    assert hardware.use_onednn(128, 64, tmp_path / "none") is False
+
+
+def test_long_contexts_keep_the_fused_attention(tmp_path, monkeypatch):
+    cpuinfo = processor(tmp_path, monkeypatch, "AuthenticAMD", "AVX512")
+    monkeypatch.setattr(hardware, "products_are_exact", lambda: True)
+    assert hardware.use_onednn(128, 1024, cpuinfo)
+    assert torch.backends.cuda.flash_sdp_enabled()
+
+
+def test_rounded_products_are_found_out(monkeypatch):
+    assert hardware.products_are_exact()
+    full = torch.full
+    monkeypatch.setattr(torch, "full", lambda *args: full(*args).bfloat16().float())
+    assert not hardware.products_are_exact()
+
+
+def test_a_model_trained_through_onednn_keeps_float32s_accuracy():
+    if not hardware.use_onednn(128, 64):
+        pytest.skip("not a processor for it")
+    tokens = torch.randint(64, (2, 12, 64))
+    found = {}
+    for dtype in (torch.float32, torch.float64):
+        torch.manual_seed(0)
+        model = GPT(GPTConfig(block_size=64, vocab_size=64, n_layer=2, n_head=4, n_embd=128))
+        loss = model.to(dtype)(*tokens)
+        loss.backward()
+        found[dtype] = [loss.detach().double()] + [p.grad.double() for p in model.parameters()]
+    for a, b in zip(*found.values(), strict=True):
+        assert (a - b).norm() < 3e-6 * b.norm()
