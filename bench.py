@@ -4,9 +4,11 @@
     python bench.py config/train_gpt2.py --gradient_accumulation_steps=16 --processes=4
 
 Prints the median over the measured steps, their spread ((max - min) / median), MFU where the
-device's peak is known, and peak memory. Nothing is evaluated or saved.
+device's peak is known, and peak memory. Nothing is evaluated or saved. The vocabulary is the data
+set's where that is there, else GPT-2's.
 """
 
+import json
 import os
 import socket
 import statistics
@@ -35,7 +37,9 @@ for name, value in (("steps", steps), ("warmup_steps", warmup_steps), ("processe
         raise ValueError(f"{name}={value} must be at least 1")
 
 with tempfile.TemporaryDirectory() as folder:
-    vocab_size = config["vocab_size"] or 50304
+    meta = HERE / "data" / config["dataset"] / "meta.json"
+    known = json.loads(meta.read_text(encoding="utf-8")) if meta.exists() else {}
+    vocab_size = config["vocab_size"] or known.get("vocab_size", 50304)
     tokens = np.random.default_rng(0).integers(0, vocab_size, 2**22 + config["block_size"])
     dtype = "uint16" if vocab_size <= 2**16 else "uint32"
     for split in ("train", "val"):
