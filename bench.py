@@ -8,7 +8,6 @@ device's peak is known, and peak memory. Nothing is evaluated or saved. The voca
 set's where that is there, else GPT-2's.
 """
 
-import json
 import os
 import socket
 import statistics
@@ -21,6 +20,7 @@ from pathlib import Path
 import numpy as np
 
 from configurator import configure
+from dataloader import read_meta
 from runlog import read_metrics
 
 # measurement
@@ -37,9 +37,9 @@ for name, value in (("steps", steps), ("warmup_steps", warmup_steps), ("processe
         raise ValueError(f"{name}={value} must be at least 1")
 
 with tempfile.TemporaryDirectory() as folder:
-    meta = HERE / "data" / config["dataset"] / "meta.json"
-    known = json.loads(meta.read_text(encoding="utf-8")) if meta.exists() else {}
-    vocab_size = config["vocab_size"] or known.get("vocab_size", 50304)
+    data_dir = HERE / "data" / config["dataset"]
+    meta = read_meta(data_dir) if (data_dir / "train.bin").exists() else {}
+    vocab_size = config["vocab_size"] or meta.get("vocab_size", 50304)
     tokens = np.random.default_rng(0).integers(0, vocab_size, 2**22 + config["block_size"])
     dtype = "uint16" if vocab_size <= 2**16 else "uint32"
     for split in ("train", "val"):

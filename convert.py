@@ -19,7 +19,7 @@ import torch
 
 import checkpoint
 from configurator import configure
-from hardware import DTYPES
+from hardware import choose_dtype
 from model import GPT, GPTConfig
 from tokenizer import from_meta, hf_tokenizer_meta, write_hf_tokenizer
 
@@ -233,7 +233,5 @@ if __name__ == "__main__":
     saved = checkpoint.load(path)
     if dtype == "auto":
         dtype = saved.get("pretrained_dtype") or "float32"
-    if dtype not in DTYPES:
-        raise ValueError(f"unknown dtype {dtype!r}: use auto, {', '.join(DTYPES)}")
-    write_pretrained(saved, Path(to), getattr(torch, dtype))
+    write_pretrained(saved, Path(to), choose_dtype(dtype, torch.device("cpu")))
     print(f"{to}: {path} in {dtype}, for transformers' AutoModelForCausalLM.from_pretrained")

@@ -76,11 +76,8 @@ def choose_dtype(name: str, device: torch.device) -> torch.dtype:
     if name == "auto":
         name = "float32"
         if device.type == "cuda":
-            name = (
-                "bfloat16"
-                if torch.cuda.is_bf16_supported(including_emulation=False)
-                else ("float16")
-            )
+            native = torch.cuda.is_bf16_supported(including_emulation=False)
+            name = "bfloat16" if native else "float16"
     if name not in DTYPES:
         raise ValueError(f"unknown dtype {name!r}: use auto, {', '.join(DTYPES)}")
     return getattr(torch, name)
@@ -142,7 +139,13 @@ def keep_freed_memory() -> None:
         mallopt(-1, 2**30)  # M_TRIM_THRESHOLD
 
 
-def use_onednn(width: int, block_size: int, cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
+def use_onednn(
+    device: torch.device,
+    dtype: torch.dtype,
+    width: int,
+    block_size: int,
+    cpuinfo: Path = Path("/proc/cpuinfo"),
+) -> bool:
     """Compute float32 products by oneDNN where torch's choice, MKL, uses half of the processor: on
     AMD with AVX-512 (190 against 400 GFLOP/s on two cores of a Zen 5; narrow models gain nothing).
     Returns whether it does.
@@ -150,17 +153,22 @@ def use_onednn(width: int, block_size: int, cpuinfo: Path = Path("/proc/cpuinfo"
     The setting permits rounding to bfloat16, which oneDNN does on processors with units for such
     products; whether it does here is tried out.
     """
-    with contextlib.suppress(OSError):
+    if device.type != "cpu" or dtype != torch.float32 or width < 64:
+        return False
+    try:
         amd = "AuthenticAMD" in cpuinfo.read_text(encoding="utf-8")
-        if width >= 64 and amd and torch.backends.cpu.get_cpu_capability() == "AVX512":
-            before = torch.get_float32_matmul_precision()
-            torch.set_float32_matmul_precision("medium")
-            if products_are_exact():
-                # the fused attention kernel multiplies small blocks, for which oneDNN is slow
-                torch.backends.cuda.enable_flash_sdp(block_size > 256)  # it means CPUs as well
-                return True
-            torch.set_float32_matmul_precision(before)
-    return False
+    except OSError:
+        return False
+    if not amd or torch.backends.cpu.get_cpu_capability() != "AVX512":
+        return False
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("medium")
+    if not products_are_exact():
+        torch.set_float32_matmul_precision(before)
+        return False
+    # the fused attention kernel multiplies small blocks, for which oneDNN is slow
+    torch.backends.cuda.enable_flash_sdp(block_size > 256)  # it means CPUs as well
+    return True
 
 
 def products_are_exact() -> bool:

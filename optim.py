@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from distributed import divide_like
+from distributed import divide_like, full
 
 SCHEDULES = ("cosine", "wsd")
 IGNORE_SCALE = ("mps",)  # devices whose fused AdamW takes no notice of grad_scale and found_inf
@@ -24,12 +24,17 @@ def build_optimizer(
     return torch.optim.AdamW(groups, lr=learning_rate, betas=betas, fused=True)
 
 
+def all_parameters(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
+    """The parameters of all groups, in the order of the optimizer's state."""
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
 def load_moments(optimizer: torch.optim.AdamW, state: dict[str, Any]) -> None:
     """Load a checkpoint's optimizer state, but keep today's betas and weight decay."""
     settings = [
         {k: group[k] for k in ("betas", "weight_decay")} for group in optimizer.param_groups
     ]
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    parameters = all_parameters(optimizer)
     moments = {
         i: {k: v if v.dim() == 0 else divide_like(v, parameters[i]) for k, v in values.items()}
         for i, values in state["state"].items()
@@ -55,7 +60,7 @@ def flatten_gradients(model: nn.Module) -> Tensor:
 
 def allocate_state(optimizer: torch.optim.AdamW) -> None:
     """AdamW's moments now and not at the first step, so that what is left is known before it."""
-    for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+    for parameter in all_parameters(optimizer):
         if parameter not in optimizer.state:
             optimizer.state[parameter] = {
                 "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
@@ -64,16 +69,19 @@ def allocate_state(optimizer: torch.optim.AdamW) -> None:
             }
 
 
-def clip_in_step(optimizer: torch.optim.AdamW, grad_norm: Tensor, limit: float) -> None:
-    """Have fused AdamW's next step scale the gradients, whose norm is `grad_norm`, down to `limit`
-    (0: no limit) as it reads them, and change nothing where they are not finite."""
+def clip_in_step(optimizer: torch.optim.AdamW, limit: float) -> Tensor:
+    """Have fused AdamW's next step scale the gradients down to a norm of `limit` (0: no limit) as
+    it reads them, and change nothing where they are not finite. Returns their norm (scalar)."""
+    gradients = [parameter.grad for parameter in all_parameters(optimizer)]
+    grad_norm = full(torch.nn.utils.get_total_norm(gradients))
     divisor = (grad_norm / (limit or math.inf)).clamp(min=1.0)
     if grad_norm.device.type in IGNORE_SCALE:  # gradients that are not finite become zeros
-        for parameter in (p for group in optimizer.param_groups for p in group["params"]):
-            parameter.grad.div_(divisor).nan_to_num_(0.0, 0.0, 0.0)
-        return
-    optimizer.grad_scale = divisor
-    optimizer.found_inf = (~grad_norm.isfinite()).float()
+        for gradient in gradients:
+            gradient.div_(divisor).nan_to_num_(0.0, 0.0, 0.0)
+    else:
+        optimizer.grad_scale = divisor
+        optimizer.found_inf = (~grad_norm.isfinite()).float()
+    return grad_norm
 
 
 def learning_rate_at(step: int, config: dict[str, Any]) -> float:

@@ -52,8 +52,7 @@ saved = checkpoint.load(path)
 model = GPT(GPTConfig(**saved["model_config"]))
 model.load_state_dict(saved["model"])
 model = model.to(device, dtype).eval()
-if device.type == "cpu" and dtype == torch.float32:
-    hardware.use_onednn(model.config.n_embd, model.config.block_size)
+hardware.use_onednn(device, dtype, model.config.n_embd, model.config.block_size)
 tokenizer = from_meta(saved["tokenizer"])
 
 if start.startswith("FILE:"):

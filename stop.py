@@ -7,8 +7,8 @@ import signal
 class StopRequest:
     """`requested` becomes true at the first signal; the run then finishes its step and saves.
 
-    A second Ctrl-C or SIGTERM ends it at once, but only with `alone`: torchrun passes on several of
-    one itself. So does a terminal that is lost, which is why SIGHUP never ends anything at once.
+    A second Ctrl-C or SIGTERM ends it at once, but only with `alone`, since torchrun passes one on
+    several times. A lost terminal sends SIGHUP several times, so that never ends it at once.
     """
 
     def __init__(self, alone: bool, announce: bool):

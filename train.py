@@ -191,8 +191,7 @@ else:
 raw_model = GPT(model_config).to("cpu" if fsdp else device)
 config |= {key: value for key, value in raw_model.settings().items() if key in config}
 raw_model.use_cudnn_attention(hardware.cudnn_attention(device, dtype, model_config.head_dim))
-if device.type == "cpu" and dtype == torch.float32:
-    hardware.use_onednn(model_config.n_embd, block_size)
+hardware.use_onednn(device, dtype, model_config.n_embd, block_size)
 n_params, flops_per_token = raw_model.num_params(), raw_model.flops_per_token()
 if pretrained:
     raw_model.load_state_dict(pretrained.weights)
@@ -289,7 +288,7 @@ def try_step(size: int, checkpointing: str) -> None:
         for _ in range(3 if cuda_graphs else min(2, sequences_per_process // size)):
             micro_step(tokens, targets)  # a graph runs once to warm up, is recorded, then replayed
         if ddp and not cuda_graphs:
-            flatten_gradients(raw_model)
+            flatten_gradients(raw_model)  # what summing them takes
         if eval_interval or eval_only:
             with torch.no_grad(), amp:
                 model.eval()(tokens, targets)
@@ -439,9 +438,7 @@ while True:
     if ddp:
         distributed.add_up(flat_gradient if cuda_graphs else flatten_gradients(raw_model))
     scaler.unscale_(optimizer)
-    grad_norm = torch.nn.utils.get_total_norm([p.grad for p in raw_model.parameters()])
-    grad_norm = distributed.full(grad_norm)
-    clip_in_step(optimizer, grad_norm, grad_clip)
+    grad_norm = clip_in_step(optimizer, grad_clip)
     shown = iter_num % log_interval == 0 or iter_num + 1 == max_iters
     if shown:  # copied already, so that reading it does not wait for the optimizer
         distributed.add_up(loss)

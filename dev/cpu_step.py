@@ -13,17 +13,23 @@ import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-import environment  # noqa: F401  before torch, as in train.py
+import environment  # before torch, as in train.py
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import hardware
+from configurator import read_settings, resolve
 from model import GPT, GPTConfig
 from optim import build_optimizer, clip_in_step
 
-BATCH, BLOCK, LAYERS, HEADS, WIDTH, VOCAB = 12, 64, 4, 4, 128, 128
+ROOT = Path(environment.__file__).parent
+config = resolve(
+    read_settings(ROOT / "train.py"), [str(ROOT / "config" / "train_shakespeare_char_cpu.py")]
+)
+BATCH, BLOCK, WIDTH = config["batch_size"], config["block_size"], config["n_embd"]
+LAYERS, HEADS, VOCAB = config["n_layer"], config["n_head"], 128
 ROUNDS, STEPS = 20, 8
 
 
@@ -68,10 +74,9 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, ours: bool) -> None
     loss = model(*torch.randint(VOCAB, (2, BATCH, BLOCK)))
     loss.backward()
     if ours:
-        norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()])
-        clip_in_step(optimizer, norm, 1.0)
+        clip_in_step(optimizer, config["grad_clip"])
     else:
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), config["grad_clip"])
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     loss.item()
@@ -81,19 +86,16 @@ def set_up(onednn: bool) -> bool:
     """As train.py does on a CPU, or as torch is at first; returns whether oneDNN multiplies."""
     torch.set_float32_matmul_precision("highest")
     torch.backends.cuda.enable_flash_sdp(True)
-    return onednn and hardware.use_onednn(WIDTH, BLOCK)
+    return onednn and hardware.use_onednn(torch.device("cpu"), torch.float32, WIDTH, BLOCK)
 
 
 hardware.keep_freed_memory()
-ours = GPT(
-    GPTConfig(block_size=BLOCK, vocab_size=VOCAB, n_layer=LAYERS, n_head=HEADS, n_embd=WIDTH)
-)
-hidden = 4 * WIDTH
-while count(Plain(hidden + 1)) <= count(ours):
-    hidden += 1
-plain = Plain(hidden)
-own_adamw = torch.optim.AdamW(plain.parameters(), lr=1e-3, betas=(0.9, 0.99), weight_decay=0.1)
-fused = [build_optimizer(model, 1e-3, (0.9, 0.99), 0.1) for model in (ours, plain)]
+ours = GPT(GPTConfig.from_settings(config, VOCAB))
+plain = Plain(1 + (count(ours) - count(Plain(1))) // (2 * WIDTH * LAYERS))
+rate, decay = config["learning_rate"], config["weight_decay"]
+betas = config["beta1"], config["beta2"]
+own_adamw = torch.optim.AdamW(plain.parameters(), lr=rate, betas=betas, weight_decay=decay)
+fused = [build_optimizer(model, rate, betas, decay) for model in (ours, plain)]
 variants = {
     "plain": (plain, own_adamw, False),
     "plain, fused AdamW": (plain, fused[1], False),

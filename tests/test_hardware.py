@@ -77,19 +77,19 @@ def test_onednn_multiplies_only_where_it_is_faster_and_exact(
 ):
     cpuinfo = processor(tmp_path, monkeypatch, vendor, capability)
     monkeypatch.setattr(hardware, "products_are_exact", lambda: exact)
-    assert hardware.use_onednn(width, 64, cpuinfo) is used
+    assert hardware.use_onednn(CPU, torch.float32, width, 64, cpuinfo) is used
     assert torch.get_float32_matmul_precision() == ("medium" if used else "highest")
     assert torch.backends.cuda.flash_sdp_enabled() is not used
 
 
 def test_onednn_is_not_used_where_the_processor_is_not_known(tmp_path):
-    assert hardware.use_onednn(128, 64, tmp_path / "none") is False
+    assert hardware.use_onednn(CPU, torch.float32, 128, 64, tmp_path / "none") is False
 
 
 def test_long_contexts_keep_the_fused_attention(tmp_path, monkeypatch):
     cpuinfo = processor(tmp_path, monkeypatch, "AuthenticAMD", "AVX512")
     monkeypatch.setattr(hardware, "products_are_exact", lambda: True)
-    assert hardware.use_onednn(128, 1024, cpuinfo)
+    assert hardware.use_onednn(CPU, torch.float32, 128, 1024, cpuinfo)
     assert torch.backends.cuda.flash_sdp_enabled()
 
 
@@ -101,7 +101,7 @@ def test_rounded_products_are_found_out(monkeypatch):
 
 
 def test_a_model_trained_through_onednn_keeps_float32s_accuracy():
-    if not hardware.use_onednn(128, 64):
+    if not hardware.use_onednn(CPU, torch.float32, 128, 64):
         pytest.skip("not a processor for it")
     tokens = torch.randint(64, (2, 12, 64))
     found = {}
