@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from linear import compute_dtype
+
 try:
     import triton
     import triton.language as tl
@@ -47,12 +49,6 @@ def linear_cross_entropy(
     parts = zip(hidden.to(dtype).split(chunk), targets.split(chunk), strict=True)
     total = sum(_losses(_log_softmax(h @ weight.T), t).sum() for h, t in parts)
     return total / _count(targets)
-
-
-def compute_dtype(tensor: Tensor) -> torch.dtype:
-    """What matrix products of `tensor` run in: autocast's dtype where it is on, else its own."""
-    device = tensor.device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else tensor.dtype
 
 
 def _log_softmax(logits: Tensor) -> Tensor:

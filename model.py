@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils import checkpoint
 
-from loss import compute_dtype, linear_cross_entropy
+from linear import Linear, compute_dtype, linear
+from loss import linear_cross_entropy
 
 
 @dataclass
@@ -129,10 +130,10 @@ class Attention(nn.Module):
         self.n_head, self.n_kv_head = config.n_head, config.n_kv_head
         self.head_dim, self.dropout = config.head_dim, config.dropout
         self.cudnn = False
-        self.q_proj = nn.Linear(config.n_embd, self.n_head * self.head_dim, bias=False)
-        self.k_proj = nn.Linear(config.n_embd, self.n_kv_head * self.head_dim, bias=False)
-        self.v_proj = nn.Linear(config.n_embd, self.n_kv_head * self.head_dim, bias=False)
-        self.o_proj = nn.Linear(self.n_head * self.head_dim, config.n_embd, bias=False)
+        self.q_proj = Linear(config.n_embd, self.n_head * self.head_dim)
+        self.k_proj = Linear(config.n_embd, self.n_kv_head * self.head_dim)
+        self.v_proj = Linear(config.n_embd, self.n_kv_head * self.head_dim)
+        self.o_proj = Linear(self.n_head * self.head_dim, config.n_embd)
         self.qk_norm = config.qk_norm
         if self.qk_norm:
             self.q_norm = RMSNorm(self.head_dim, config.norm_eps)
@@ -150,14 +151,12 @@ class Attention(nn.Module):
         # One product for queries and keys, which are turned together. Values apart: as a view of a
         # common product they would keep all of it for backward.
         qk_weight = torch.cat((self.q_proj.weight, self.k_proj.weight))
-        qk = F.linear(x, qk_weight).view(B, T, self.n_head + self.n_kv_head, self.head_dim)
+        qk = linear(x, qk_weight).view(B, T, self.n_head + self.n_kv_head, self.head_dim)
         v = self.v_proj(x).view(B, T, self.n_kv_head, self.head_dim)
+        q, k = qk.split((self.n_head, self.n_kv_head), dim=2)  # (B, T, H or K, D)
         if self.qk_norm:
-            q, k = qk.split((self.n_head, self.n_kv_head), dim=2)
-            qk = torch.cat((self.q_norm(q), self.k_norm(k)), dim=2)
-        q, k = apply_rope(qk, *rope).split(
-            (self.n_head, self.n_kv_head), dim=2
-        )  # (B, T, H or K, D)
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k = apply_rope(q, *rope), apply_rope(k, *rope)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, H or K, T, D)
         dropout = self.dropout if self.training else 0.0
         if cache is not None:
@@ -196,9 +195,9 @@ class MLP(nn.Module):
 
     def __init__(self, config: GPTConfig):
         super().__init__()
-        self.gate_proj = nn.Linear(config.n_embd, config.n_hidden, bias=False)
-        self.up_proj = nn.Linear(config.n_embd, config.n_hidden, bias=False)
-        self.down_proj = nn.Linear(config.n_hidden, config.n_embd, bias=False)
+        self.gate_proj = Linear(config.n_embd, config.n_hidden)
+        self.up_proj = Linear(config.n_embd, config.n_hidden)
+        self.down_proj = Linear(config.n_hidden, config.n_embd)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
@@ -257,7 +256,7 @@ class GPT(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layer))
         self.final_norm = RMSNorm(config.n_embd, config.norm_eps)
-        self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
+        self.lm_head = Linear(config.n_embd, config.vocab_size)
         if config.tied_embeddings:
             self.lm_head.weight = self.token_embedding.weight
         self.apply(self.init_weights)

@@ -24,6 +24,7 @@ from torch.utils.checkpoint import checkpoint
 
 import hardware
 import model as model_module
+from linear import linear
 from loss import linear_cross_entropy
 from model import GPT, GPTConfig
 from optim import flatten_gradients
@@ -564,6 +565,32 @@ def test_f14_all_targets_ignored_is_zero(mode):
     loss = function(hidden, weight, torch.full((64,), -1, device="cuda"))
     loss.backward()
     assert loss == 0 and not hidden.grad.any() and not weight.grad.any()
+
+
+# ---- linear layers ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("mode", [None, "default", "reduce-overhead"])
+def test_weight_gradients_are_not_rounded(dtype, mode):
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    x, grad = (torch.randn(8, 512, 256, device="cuda", dtype=dtype) for _ in range(2))
+    weight = torch.randn(256, 256, device="cuda")
+    exact = grad.flatten(0, 1).double().T @ x.flatten(0, 1).double()
+
+    def error(function):
+        w = weight.clone().requires_grad_()
+        for _ in range(3):
+            w.grad = None
+            with torch.autocast("cuda", dtype):
+                y = function(x, w)
+            y.backward(grad)
+        assert w.grad.dtype == torch.float32
+        return ((w.grad - exact).norm() / exact.norm()).item()
+
+    ours, naive = (torch.compile(f, mode=mode) if mode else f for f in (linear, F.linear))
+    assert error(ours) < 1e-5 < 1e-4 < error(naive)
 
 
 # ---- several GPUs ------------------------------------------------------------------------------
