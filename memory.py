@@ -26,6 +26,7 @@ def estimate(
     dtype: torch.dtype = torch.bfloat16,
     compiled: bool = True,
     shards: int = 1,
+    gathered: bool = False,
 ) -> dict[str, float]:
     """Peak memory of a training step without dropout, in GiB per component.
 
@@ -36,6 +37,7 @@ def estimate(
     Args:
         dtype: what matrix products are computed in.
         shards: processes that the model is divided among (FSDP).
+        gathered: whether each holds all of its blocks' weights from forward to backward then.
     """
     tokens, size = batch_size * config.block_size, dtype.itemsize
     width, kv_width = config.n_embd, config.n_kv_head * config.head_dim
@@ -63,7 +65,8 @@ def estimate(
             kept, chunk = kept + recomputed, 0
     head = config.vocab_size * width
     in_blocks = n_params - (head if config.tied_embeddings else 2 * head)
-    copies = size * in_blocks if size < 4 and shards == 1 else 0  # in `dtype`, for backward
+    copied = gathered if shards > 1 else size < 4  # in `dtype`, for backward
+    copies = size * in_blocks if copied else 0
     components = {
         "weights": 4 * n_params / shards + copies,
         "gradients": 4 * n_params / shards if accumulates else 0,

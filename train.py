@@ -383,6 +383,11 @@ if fitting != wanted:
     )
 keeps_gradients = cuda_graphs or gradient_accumulation_steps > world_size
 components = step_memory(batch_size, activation_checkpointing, keeps_gradients)
+if fsdp:
+    more = step_memory(batch_size, activation_checkpointing, keeps_gradients, gathered=True)
+    if sum(more.values()) < 0.8 * available_gib:
+        components = more
+        distributed.keep_gathered(raw_model)
 log.line(f"memory {memory.describe(components)}, by estimate")
 loader = DataLoader(
     train_file, batch_size, gradient_accumulation_steps, seed, device, rank, world_size, data_offset
