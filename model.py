@@ -111,8 +111,8 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 class KVCache:
     """Keys and values of the tokens decoded so far, in static shapes, the position on the device.
 
-    Nothing about it changes from step to step but the contents of its tensors, so a decoding step
-    can be compiled and captured in a CUDA graph.
+    From one decoding step to the next only the contents of tensors change, so a step can be
+    compiled and captured in a CUDA graph.
     """
 
     def __init__(self, config: GPTConfig, batch_size: int, length: int, device, dtype: torch.dtype):
@@ -120,6 +120,16 @@ class KVCache:
         self.keys = torch.zeros(shape, device=device, dtype=dtype)
         self.values = torch.zeros(shape, device=device, dtype=dtype)
         self.position = torch.zeros((), device=device, dtype=torch.int64)  # tokens held
+        self.group = config.n_head // config.n_kv_head
+
+    def advance(self, T: int) -> None:
+        """Take T more tokens: `positions` (T,) is where they go, `mask` (group * T, S) what to add
+        to their attention scores, for every query head of a key/value head."""
+        device, length = self.keys.device, self.keys.shape[3]
+        self.positions = self.position + torch.arange(T, device=device)
+        later = torch.arange(length, device=device) > self.positions[:, None]  # (T, S)
+        self.mask = torch.where(later, -math.inf, 0.0).to(self.keys.dtype).repeat(self.group, 1)
+        self.position += T
 
 
 class Attention(nn.Module):
@@ -145,22 +155,25 @@ class Attention(nn.Module):
         rope: tuple[Tensor, Tensor],
         cache: KVCache | None = None,
         layer: int = 0,
-        positions: Tensor | None = None,
     ) -> Tensor:
         B, T, C = x.shape
-        # One product for queries and keys, which are turned together. Values apart: as a view of a
-        # common product they would keep all of it for backward.
-        qk_weight = torch.cat((self.q_proj.weight, self.k_proj.weight))
-        qk = linear(x, qk_weight).view(B, T, self.n_head + self.n_kv_head, self.head_dim)
+        if cache is None:
+            # One product for queries and keys is faster than two. Values apart: as a view of a
+            # common product they would keep all of it for backward.
+            qk_weight = torch.cat((self.q_proj.weight, self.k_proj.weight))
+            qk = linear(x, qk_weight).view(B, T, self.n_head + self.n_kv_head, self.head_dim)
+            q, k = qk.split((self.n_head, self.n_kv_head), dim=2)  # (B, T, H or K, D)
+        else:  # for a single token, to copy the weights takes longer than to multiply them
+            q = self.q_proj(x).view(B, T, self.n_head, self.head_dim)
+            k = self.k_proj(x).view(B, T, self.n_kv_head, self.head_dim)
         v = self.v_proj(x).view(B, T, self.n_kv_head, self.head_dim)
-        q, k = qk.split((self.n_head, self.n_kv_head), dim=2)  # (B, T, H or K, D)
         if self.qk_norm:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = apply_rope(q, *rope), apply_rope(k, *rope)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, H or K, T, D)
         dropout = self.dropout if self.training else 0.0
         if cache is not None:
-            y = self.attend_cache(q, k, v, cache, layer, positions)
+            y = self.attend_cache(q, k, v, cache, layer)
         elif self.cudnn:
             # Called by name: choosing it by a context manager has no effect on code compiled
             # before, and inside compiled code keeps that out of torch's cache.
@@ -174,19 +187,14 @@ class Attention(nn.Module):
             )  # (B, H, T, D)  # fmt: skip
         return self.o_proj(y.transpose(1, 2).reshape(B, T, self.n_head * self.head_dim))
 
-    def attend_cache(
-        self, q: Tensor, k: Tensor, v: Tensor, cache: KVCache, layer: int, positions: Tensor
-    ) -> Tensor:
-        """Store k and v at `positions` (T,), attend to all that is held; returns (B, H, T, D)."""
+    def attend_cache(self, q: Tensor, k: Tensor, v: Tensor, cache: KVCache, layer: int) -> Tensor:
+        """Store k and v in the cache, attend to all that it holds; returns (B, H, T, D)."""
         B, H, T, D = q.shape
-        group = H // self.n_kv_head  # query heads of a key/value head become rows of one product
-        keys = cache.keys[layer].index_copy_(2, positions, k)  # (B, K, S, D)
-        values = cache.values[layer].index_copy_(2, positions, v)
-        visible = torch.arange(keys.shape[2], device=q.device) <= positions[:, None]  # (T, S)
-        y = F.scaled_dot_product_attention(
-            q.reshape(B, self.n_kv_head, group * T, D), keys, values,
-            attn_mask=visible.repeat(group, 1),
-        )  # fmt: skip
+        keys = cache.keys[layer].index_copy_(2, cache.positions, k)  # (B, K, S, D)
+        values = cache.values[layer].index_copy_(2, cache.positions, v)
+        # the query heads of a key/value head become rows of one product
+        rows = q.reshape(B, self.n_kv_head, cache.group * T, D)
+        y = F.scaled_dot_product_attention(rows, keys, values, attn_mask=cache.mask)
         return y.reshape(B, H, T, D)
 
 
@@ -302,19 +310,18 @@ class GPT(nn.Module):
         if cache is None:
             rope = self.rope_cos[:T], self.rope_sin[:T]
         else:
-            positions = cache.position + torch.arange(T, device=tokens.device)  # (T,)
-            rope = self.rope_cos[positions], self.rope_sin[positions]
+            cache.advance(T)
+            rope = self.rope_cos[cache.positions], self.rope_sin[cache.positions]
         x = self.token_embedding(tokens)  # (B, T, C)
         if compute_dtype(x) == torch.bfloat16:
             x = x.bfloat16()  # the residual stream too: half the memory traffic between matmuls
         x = self.dropout(x)
         for layer, block in enumerate(self.blocks):
-            x = block(x, rope) if cache is None else block(x, rope, cache, layer, positions)
+            x = block(x, rope) if cache is None else block(x, rope, cache, layer)
         x = self.final_norm(x)
         if targets is not None:
             return linear_cross_entropy(x.flatten(0, 1), self.lm_head.weight, targets.flatten())
         if cache is not None:
-            cache.position += T
             x = x[:, -1:]
         return self.lm_head(x)
 

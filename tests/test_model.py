@@ -240,6 +240,21 @@ def test_f41_cache_takes_several_tokens_at_a_time():
         torch.testing.assert_close(logits[:, 0], model(tokens)[:, -1])
 
 
+@torch.no_grad()
+def test_f41_a_decoding_step_is_compiled_once():
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    model = tiny(n_kv_head=2).eval()
+    tokens, graphs = tokens_for(model), CompileCounterWithBackend("aot_eager")
+    cache = KVCache(model.config, *tokens.shape, "cpu", torch.float32)
+    step = torch.compile(model, backend=graphs, fullgraph=True, dynamic=False)
+    expected = model(tokens)
+    for t in range(tokens.shape[1]):
+        logits = step(tokens[:, t : t + 1], cache=cache)
+        torch.testing.assert_close(logits[:, 0], expected[:, t])
+    assert graphs.frame_count == 1
+
+
 def test_f41_cached_attention_takes_any_layout_its_kernel_returns(monkeypatch):
     """On GPUs some kernels return (B, H, T, D) as a view of (B, T, H, D)."""
     attend = F.scaled_dot_product_attention
