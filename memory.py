@@ -27,17 +27,19 @@ def estimate(
     compiled: bool = True,
     shards: int = 1,
     gathered: bool = False,
+    summed: bool = False,
 ) -> dict[str, float]:
     """Peak memory of a training step without dropout, in GiB per component.
 
     The peak is at the end of the forward pass, or where backward has recomputed a block. Unless
     gradients are kept from micro-step to micro-step (`accumulates`), there are none then; they take
-    the place of the activations that backward frees.
+    the place of the activations that backward frees. With few activations it is at the step's end.
 
     Args:
         dtype: what matrix products are computed in.
         shards: processes that the model is divided among (FSDP).
         gathered: whether each holds all of its blocks' weights from forward to backward then.
+        summed: whether gradients are moved into one tensor at the end, to be summed (DDP).
     """
     tokens, size = batch_size * config.block_size, dtype.itemsize
     width, kv_width = config.n_embd, config.n_kv_head * config.head_dim
@@ -67,13 +69,16 @@ def estimate(
     in_blocks = n_params - (head if config.tied_embeddings else 2 * head)
     copied = gathered if shards > 1 else size < 4  # in `dtype`, for backward
     copies = size * in_blocks if copied else 0
+    weights = 4 * n_params / shards
     components = {
-        "weights": 4 * n_params / shards + copies,
-        "gradients": 4 * n_params / shards if accumulates else 0,
-        "optimizer": 8 * n_params / shards,
+        "weights": weights + copies,
+        "gradients": weights if accumulates else 0,
+        "optimizer": 2 * weights,
         "activations": size * tokens * (kept + 4 * width),  # and the loss's inputs and gradients
         "logits": size * chunk + 8 * head,  # one chunk, and the head's gradient being summed up
     }
+    end = {"weights": weights, "gradients": (1 + summed) * weights, "optimizer": 2 * weights}
+    components = max(components, end, key=lambda parts: sum(parts.values()))
     return {name: bytes_ / 2**30 for name, bytes_ in components.items()}
 
 

@@ -366,8 +366,9 @@ stopping, saved_iter = False, None
 # the same data, the same loss curve
 shards = world_size if fsdp else 1
 step_memory = partial(
-    memory.estimate, model_config, n_params, dtype=dtype, compiled=not obstacle, shards=shards
-)
+    memory.estimate, model_config, n_params, dtype=dtype, compiled=not obstacle,
+    shards=shards, summed=ddp and not cuda_graphs,
+)  # fmt: skip
 wanted = batch_size, activation_checkpointing
 fitting = memory.choose_split(
     try_step, step_memory, sequences_per_process, wanted, available_gib, auto_batch, fsdp

@@ -123,6 +123,13 @@ def test_estimate_is_within_a_tenth_of_what_was_measured(
     assert sum(parts.values()) == pytest.approx(measured, rel=0.10)
 
 
+def test_estimate_of_few_activations_is_that_of_the_end_of_a_step():
+    weights = 4 * 1_560_000_000 / 2**30
+    for summed, copies in ((False, 1), (True, 2)):  # of gradients
+        parts = estimate(LARGE, 1_560_000_000, 1, "block", False, summed=summed)
+        assert sum(parts.values()) == pytest.approx((1 + copies + 2) * weights)
+
+
 def test_estimate_counts_gathered_weights():
     sums = [
         sum(estimate(LARGE, 1_560_000_000, 8, "none", False, shards=4, gathered=gathered).values())
