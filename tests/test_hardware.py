@@ -4,6 +4,7 @@ import os
 import platform
 import subprocess
 import sys
+import types
 
 import environment  # noqa: F401  before torch
 
@@ -28,6 +29,22 @@ def test_device_and_dtype_are_chosen_and_can_be_overridden(monkeypatch):
     for native, expected in ((True, torch.bfloat16), (False, torch.float16)):
         monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda n=native, **_: n)
         assert hardware.choose_dtype("auto", gpu) == expected
+
+
+def test_f20_mfu_only_where_the_peak_is_known(monkeypatch):
+    gpu = types.SimpleNamespace(type="cuda")
+    for name, expected in (
+        ("NVIDIA H200", 989e12),
+        ("NVIDIA H100 PCIe", 756e12),
+        ("NVIDIA A100-SXM4-80GB", 312e12),
+        ("NVIDIA A10G", 70e12),
+        ("NVIDIA L40S", 362e12),
+        ("NVIDIA GeForce GTX 1080", None),
+    ):
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device, name=name: name)
+        assert hardware.peak_flops(gpu, torch.bfloat16) == expected
+    assert hardware.peak_flops(gpu, torch.float32) is None
+    assert hardware.peak_flops(torch.device("cpu"), torch.bfloat16) is None
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="needs glibc")

@@ -151,22 +151,6 @@ def test_f16_low_precision_trains_on_cpu_without_deprecated_calls(run, sums, tmp
         torch.cuda.amp.GradScaler(enabled=True)  # what nanoGPT does
 
 
-def test_f20_mfu_only_where_the_peak_is_known(monkeypatch):
-    gpu = types.SimpleNamespace(type="cuda")
-    for name, expected in (
-        ("NVIDIA H200", 989e12),
-        ("NVIDIA H100 PCIe", 756e12),
-        ("NVIDIA A100-SXM4-80GB", 312e12),
-        ("NVIDIA A10G", 70e12),
-        ("NVIDIA L40S", 362e12),
-        ("NVIDIA GeForce GTX 1080", None),
-    ):
-        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device, name=name: name)
-        assert hardware.peak_flops(gpu, torch.bfloat16) == expected
-    assert hardware.peak_flops(gpu, torch.float32) is None
-    assert hardware.peak_flops(torch.device("cpu"), torch.bfloat16) is None
-
-
 # ---- not finite -------------------------------------------------------------------------------
 
 
