@@ -1,6 +1,7 @@
 import re
+import shutil
 
-from conftest import TINY
+from conftest import ROOT, TINY
 
 
 def test_bench_times_the_real_training_step(start):
@@ -26,3 +27,20 @@ def test_bench_passes_on_what_train_says_when_it_fails(start):
     process = start("bench.py", *TINY, "--n_head=3")
     assert process.wait() == 1
     assert "error: n_embd=32 is not divisible by n_head=3" in process.stdout.read()
+
+
+def test_compare_finds_a_slower_model(start, tmp_path):
+    for name in ("loss.py", "linear.py"):
+        shutil.copy(ROOT / name, tmp_path)
+    fast = (ROOT / "model.py").read_text(encoding="utf-8")
+    slow = fast.replace(
+        "T = tokens.shape[1]", "__import__('time').sleep(0.02); T = tokens.shape[1]"
+    )
+    assert slow != fast
+    (tmp_path / "model.py").write_text(slow, encoding="utf-8")
+    arguments = ["--vocab_size=64", f"--folders=.,{tmp_path}", "--rounds=4", "--steps=2"]
+    process = start("dev/compare.py", *TINY, *arguments)
+    shown = process.stdout.read()
+    assert process.wait() == 0, shown
+    difference, error = re.search(r"([+-][\d.]+) \(([\d.]+)\)$", shown, re.MULTILINE).groups()
+    assert 18 < float(difference) < 40 and float(error) < 5
