@@ -123,12 +123,12 @@ class KVCache:
         self.group = config.n_head // config.n_kv_head
 
     def advance(self, T: int) -> None:
-        """Take T more tokens: `positions` (T,) is where they go, `mask` (group * T, S) what to add
-        to their attention scores, for every query head of a key/value head."""
+        """Take T more tokens: `positions` (T,) is where they go, `visible` (group * T, S) what they
+        attend to, repeated for every query head of a key/value head."""
         device, length = self.keys.device, self.keys.shape[3]
         self.positions = self.position + torch.arange(T, device=device)
-        later = torch.arange(length, device=device) > self.positions[:, None]  # (T, S)
-        self.mask = torch.where(later, -math.inf, 0.0).to(self.keys.dtype).repeat(self.group, 1)
+        visible = torch.arange(length, device=device) <= self.positions[:, None]  # (T, S)
+        self.visible = visible.repeat(self.group, 1)
         self.position += T
 
 
@@ -194,7 +194,7 @@ class Attention(nn.Module):
         values = cache.values[layer].index_copy_(2, cache.positions, v)
         # the query heads of a key/value head become rows of one product
         rows = q.reshape(B, self.n_kv_head, cache.group * T, D)
-        y = F.scaled_dot_product_attention(rows, keys, values, attn_mask=cache.mask)
+        y = F.scaled_dot_product_attention(rows, keys, values, attn_mask=cache.visible)
         return y.reshape(B, H, T, D)
 
 
