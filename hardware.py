@@ -129,6 +129,15 @@ def read_later(*scalars: Tensor) -> Callable[[], list[float]]:
     return read
 
 
+def prepare(device: torch.device, dtype: torch.dtype, width: int, block_size: int) -> None:
+    """Set torch and the C library up for training a model of that width and context on `device`."""
+    if device.type == "cuda":
+        torch.set_float32_matmul_precision("high")  # TF32 for what stays in float32
+    if device.type == "cpu":
+        keep_freed_memory()
+    use_onednn(device, dtype, width, block_size)
+
+
 def keep_freed_memory() -> None:
     """Let the C library keep what tensors on the CPU free: glibc gives large blocks back to the
     system after a step, and the next one faults them in again, page by page (4% of a small model's

@@ -158,10 +158,6 @@ if auto_batch and available_gib == math.inf:
     raise ValueError(f"batch_size=auto needs a CUDA device, not {device}")
 amp = hardware.autocast(device, dtype)
 torch.manual_seed(seed)
-if device.type == "cuda":
-    torch.set_float32_matmul_precision("high")  # TF32 for what stays in float32
-if device.type == "cpu":
-    hardware.keep_freed_memory()
 
 # -----------------------------------------------------------------------------
 # data
@@ -188,10 +184,10 @@ if pretrained_dtype:  # the architecture comes with the weights
     model_config = GPTConfig(**given | {"block_size": block_size, "dropout": dropout})
 else:
     model_config = GPTConfig.from_settings(config, vocab_size)
+hardware.prepare(device, dtype, model_config.n_embd, block_size)
 raw_model = GPT(model_config).to("cpu" if fsdp else device)
 config |= {key: value for key, value in raw_model.settings().items() if key in config}
 raw_model.use_cudnn_attention(hardware.cudnn_attention(device, dtype, model_config.head_dim))
-hardware.use_onednn(device, dtype, model_config.n_embd, block_size)
 n_params, flops_per_token = raw_model.num_params(), raw_model.flops_per_token()
 if pretrained:
     raw_model.load_state_dict(pretrained.weights)

@@ -50,13 +50,6 @@ def import_model(folder: str) -> ModuleType:
         sys.path.remove(folder)
 
 
-def share(model: torch.nn.Module, first: torch.nn.Module) -> None:
-    """Give `model` the parameters of `first`."""
-    for name, module in model.named_modules():
-        for key in module._parameters:
-            module._parameters[key] = first.get_submodule(name)._parameters[key]
-
-
 def step(model: torch.nn.Module) -> float:
     torch.compiler.cudagraph_mark_step_begin()
     with hardware.autocast(device, dtype):
@@ -68,11 +61,7 @@ def step(model: torch.nn.Module) -> float:
     return grad_norm.item()
 
 
-if device.type == "cuda":
-    torch.set_float32_matmul_precision("high")
-if device.type == "cpu":
-    hardware.keep_freed_memory()
-hardware.use_onednn(device, dtype, config["n_embd"], config["block_size"])
+hardware.prepare(device, dtype, config["n_embd"], config["block_size"])
 vocab_size = config["vocab_size"] or 50304
 shape = config["batch_size"], config["block_size"]
 tokens, targets = (torch.randint(vocab_size, shape, device=device) for _ in range(2))
@@ -88,7 +77,8 @@ for name in names:
         betas = config["beta1"], config["beta2"]
         optimizer = build_optimizer(first, 0.0, betas, config["weight_decay"])
         allocate_state(optimizer)
-    share(model, first)
+    # its very parameters, not copies: the optimizer has them
+    model.load_state_dict(first.state_dict(keep_vars=True), assign=True)
     if config["compile"]:
         model = torch.compile(model, mode=config["compile_mode"], dynamic=False)
     step(model)
