@@ -8,6 +8,7 @@ import sys
 import time
 from pathlib import Path
 
+import forked
 import pytest
 import torch
 from conftest import ROOT, TINY, free_port
@@ -23,40 +24,33 @@ SETTINGS = [*TINY, "--gradient_accumulation_steps=4", "--eval_iters=5", "--max_i
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
 
 
-RUN_TRAIN = """
-import runpy, sys
-sys.argv[0] = "train.py"
-runpy.run_path("train.py", run_name="__main__")
-"""
-
-
 @pytest.fixture
-def launch(sums):
+def launch(sums, tmp_path_factory):
     """`launch(2, out, "--key=value")`: train.py as 2 processes; returns their outputs when all
     have ended. `differing` gives each process arguments of its own; `code` runs before train.py,
     in its process."""
     running = []
 
-    def launch_processes(n, out, *arguments, differing=None, code=None, fails=False):
-        port = free_port()
+    def launch_processes(n, out, *arguments, differing=None, code="", fails=False):
+        port, folder = free_port(), tmp_path_factory.mktemp("outputs")
+        outputs = [folder / f"{rank}.txt" for rank in range(n)]
         for rank in range(n):
             variables = {
                 "RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": n, "LOCAL_WORLD_SIZE": n,
                 "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port,
             } if n > 1 else {}  # fmt: skip
             own = [differing[rank]] if differing else []
-            script = ("-c", code + RUN_TRAIN) if code else (ROOT / "train.py",)
             running.append(
-                subprocess.Popen(
-                    [sys.executable, *script, *SETTINGS, f"--dataset={sums}", f"--out_dir={out}",
-                     *arguments, *own],
-                    stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT,
-                    env=ENVIRONMENT | {name: str(value) for name, value in variables.items()},
+                forked.start(
+                    [*SETTINGS, f"--dataset={sums}", f"--out_dir={out}", *arguments, *own],
+                    ENVIRONMENT | {name: str(value) for name, value in variables.items()},
+                    outputs[rank], code,
                 )
             )  # fmt: skip
-        shown = [process.communicate(timeout=100)[0] for process in running[-n:]]
-        failed = [process.returncode != 0 for process in running[-n:]]
-        assert failed == [fails] * n, "\n".join(shown)
+        for process in running[-n:]:
+            process.join(timeout=100)
+        shown = [output.read_text() for output in outputs]
+        assert [process.exitcode for process in running[-n:]] == [int(fails)] * n, "\n".join(shown)
         return shown
 
     yield launch_processes
