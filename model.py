@@ -87,7 +87,8 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(size))
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x.float(), self.weight.shape, self.weight.float(), self.eps).type_as(x)
+        wide = x if x.dtype == self.weight.dtype else x.float()  # of one dtype: one kernel
+        return F.rms_norm(wide, self.weight.shape, self.weight, self.eps).type_as(x)
 
 
 def rope_tables(positions: Tensor, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
@@ -116,6 +117,7 @@ class KVCache:
     """
 
     def __init__(self, config: GPTConfig, batch_size: int, length: int, device, dtype: torch.dtype):
+        length = -(-length // 16) * 16  # attention would copy a mask of any other width
         shape = (config.n_layer, batch_size, config.n_kv_head, length, config.head_dim)
         self.keys = torch.zeros(shape, device=device, dtype=dtype)
         self.values = torch.zeros(shape, device=device, dtype=dtype)
@@ -123,12 +125,13 @@ class KVCache:
         self.group = config.n_head // config.n_kv_head
 
     def advance(self, T: int) -> None:
-        """Take T more tokens: `positions` (T,) is where they go, `visible` (group * T, S) what they
-        attend to, repeated for every query head of a key/value head."""
+        """Take T more tokens: `positions` (T,) is where they go, `mask` (group * T, S) is 0 where
+        they attend to and -inf elsewhere, repeated for every query head of a key/value head."""
         device, length = self.keys.device, self.keys.shape[3]
         self.positions = self.position + torch.arange(T, device=device)
         visible = torch.arange(length, device=device) <= self.positions[:, None]  # (T, S)
-        self.visible = visible.repeat(self.group, 1)
+        mask = torch.where(visible, 0.0, -math.inf).to(self.keys.dtype)
+        self.mask = mask.repeat(self.group, 1)
         self.position += T
 
 
@@ -169,7 +172,11 @@ class Attention(nn.Module):
         v = self.v_proj(x).view(B, T, self.n_kv_head, self.head_dim)
         if self.qk_norm:
             q, k = self.q_norm(q), self.k_norm(k)
-        q, k = apply_rope(q, *rope), apply_rope(k, *rope)
+        if cache is None:
+            q, k = apply_rope(q, *rope), apply_rope(k, *rope)
+        else:  # for a single token, what counts is the number of kernels
+            qk = apply_rope(torch.cat((q, k), dim=2), *rope)
+            q, k = qk.split((self.n_head, self.n_kv_head), dim=2)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, H or K, T, D)
         dropout = self.dropout if self.training else 0.0
         if cache is not None:
@@ -194,7 +201,7 @@ class Attention(nn.Module):
         values = cache.values[layer].index_copy_(2, cache.positions, v)
         # the query heads of a key/value head become rows of one product
         rows = q.reshape(B, self.n_kv_head, cache.group * T, D)
-        y = F.scaled_dot_product_attention(rows, keys, values, attn_mask=cache.visible)
+        y = F.scaled_dot_product_attention(rows, keys, values, attn_mask=cache.mask)
         return y.reshape(B, H, T, D)
 
 

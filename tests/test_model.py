@@ -255,6 +255,28 @@ def test_f41_a_decoding_step_is_compiled_once():
     assert graphs.frame_count == 1
 
 
+@torch.no_grad()
+def test_f41_a_decoding_step_is_few_operations():
+    """Each is a kernel, and for one token a kernel's time is its launch, whatever it computes."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Count(TorchDispatchMode):
+        operations = 0
+
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            self.operations += not function.is_view
+            return function(*args, **(kwargs or {}))
+
+    counts = []
+    for n_layer in (1, 2):
+        model = tiny(n_layer=n_layer).bfloat16().eval()
+        cache = KVCache(model.config, 1, 16, "cpu", torch.bfloat16)
+        with Count() as count:
+            model(torch.zeros(1, 1, dtype=torch.int64), cache=cache)
+        counts.append(count.operations)
+    assert counts[1] - counts[0] <= 48  # each RMSNorm counts as 8, as it does on a CPU
+
+
 def test_f41_cached_attention_takes_any_layout_its_kernel_returns(monkeypatch):
     """On GPUs some kernels return (B, H, T, D) as a view of (B, T, H, D)."""
     attend = F.scaled_dot_product_attention
