@@ -23,6 +23,7 @@ class Profiler:
                 schedule=torch.profiler.schedule(
                     wait=FIRST_STEP - 1, warmup=1, active=STEPS, repeat=1
                 ),
+                acc_events=True,  # or torch before 2.13 warns of a second cycle (pytorch#180348)
                 on_trace_ready=lambda p: p.export_chrome_trace(str(out_dir / "trace.json")),
             )
             self.trace.start()

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from model import GPT, GPTConfig, KVCache, apply_rope, draw, rope_tables
+from model import GPT, GPTConfig, KVCache, RMSNorm, apply_rope, draw, rope_tables
 
 
 def tiny(**changes) -> GPT:
@@ -95,6 +95,21 @@ def test_gqa_equals_attention_with_repeated_heads():
     full.load_state_dict(state)
     tokens = tokens_for(full)
     torch.testing.assert_close(grouped(tokens), full(tokens))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("weight_dtype", [None, torch.float32])
+def test_rms_norm_rounds_only_its_result(dtype, weight_dtype):
+    """Fails if squares (that overflow float16) or their sum are of 16 bits."""
+    torch.manual_seed(0)
+    norm = RMSNorm(1000, 1e-5)
+    torch.nn.init.normal_(norm.weight)
+    norm.to(weight_dtype or dtype)
+    x = (300 * torch.randn(4, 1000)).to(dtype)
+    out, wide = norm(x), x.double()
+    expected = wide / wide.square().mean(-1, keepdim=True).sqrt() * norm.weight.double()
+    assert out.dtype == dtype
+    torch.testing.assert_close(out.double(), expected, rtol=torch.finfo(dtype).eps, atol=1e-6)
 
 
 def test_qk_norm_normalises_every_head():
