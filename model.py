@@ -87,8 +87,9 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(size))
 
     def forward(self, x: Tensor) -> Tensor:
-        wide = x if x.dtype == self.weight.dtype else x.float()  # of one dtype: one kernel
-        return F.rms_norm(wide, self.weight.shape, self.weight, self.eps).type_as(x)
+        # the fused kernel computes in float32 by itself, but takes x and weight of one dtype only
+        values = x if x.dtype == self.weight.dtype else x.float()
+        return F.rms_norm(values, self.weight.shape, self.weight, self.eps).type_as(x)
 
 
 def rope_tables(positions: Tensor, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
