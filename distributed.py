@@ -20,6 +20,7 @@ from torch.distributed.rendezvous import rendezvous
 
 ENGINES = ("ddp", "fsdp")
 BACKENDS = ("auto", "nccl", "gloo")
+EXCHANGED = 2**27  # most parameters in an exchange of fsdp, unless one block has more
 
 
 def place() -> tuple[int, int, int]:
@@ -132,10 +133,17 @@ def smallest(value: float) -> float:
     return float(found)
 
 
-def shard(model: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
-    """Divide `model` among all processes, block by block, in place (FSDP2).
+def blocks_together(n_layer: int, block_params: int) -> int:
+    """How many blocks fsdp exchanges at once. An exchange costs the host as much time for small
+    blocks as for large ones, and small ones keep a GPU busy for less. Four exchanges at least are
+    left, if there are four blocks: they overlap with computation."""
+    return max(1, min(EXCHANGED // block_params, n_layer // 4))
 
-    It may come on the CPU: then no device ever holds more than its share and one block. Products
+
+def shard(model: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
+    """Divide `model` among all processes, a few blocks at a time, in place (FSDP2).
+
+    It may come on the CPU: then no device ever holds more than its share and those blocks. Products
     run in `dtype`, gradients are summed in float32, as without it.
     """
     from torch.distributed.device_mesh import init_device_mesh
@@ -147,10 +155,12 @@ def shard(model: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
         cast_forward_inputs=False,  # the rotary tables stay in float32
     )
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
-    for module in (*model.blocks, model):
-        fully_shard(module, mesh=mesh, mp_policy=policy)
-        module.set_gradient_divide_factor(1.0)  # a sum: losses are divided already
-        module.set_force_sum_reduction_for_comms(True)  # gloo has no other
+    blocks = list(model.blocks)
+    n = blocks_together(len(blocks), sum(p.numel() for p in blocks[0].parameters()))
+    for modules in (*(blocks[i : i + n] for i in range(0, len(blocks), n)), [model]):
+        fully_shard(modules, mesh=mesh, mp_policy=policy)
+        modules[0].set_gradient_divide_factor(1.0)  # a sum: losses are divided already
+        modules[0].set_force_sum_reduction_for_comms(True)  # gloo has no other
 
 
 def keep_gathered(model: nn.Module) -> None:
@@ -160,9 +170,19 @@ def keep_gathered(model: nn.Module) -> None:
         block.set_reshard_after_forward(False)
 
 
-def full(tensor: Tensor) -> Tensor:
-    """A tensor that may be divided among the processes, whole."""
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+@torch.no_grad()
+def shares(tensors: list[Tensor]) -> list[Tensor]:
+    """This process's parts, in the same memory, of tensors that may be divided among all."""
+    return [tensor.to_local() if hasattr(tensor, "to_local") else tensor for tensor in tensors]
+
+
+def total_norm(tensors: list[Tensor]) -> Tensor:
+    """The 2-norm (scalar) of tensors together; all or none of them divided among the processes."""
+    norm = torch.nn.utils.get_total_norm(shares(tensors))
+    if not hasattr(tensors[0], "to_local"):
+        return norm
+    add_up(squared := norm.square())
+    return squared.sqrt()
 
 
 def gather(state: Any) -> Any:

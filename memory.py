@@ -67,8 +67,12 @@ def estimate(
             kept, chunk = kept + recomputed, 0
     head = config.vocab_size * width
     in_blocks = n_params - (head if config.tied_embeddings else 2 * head)
-    copied = gathered if shards > 1 else size < 4  # in `dtype`, for backward
-    copies = size * in_blocks if copied else 0
+    if shards > 1 and not gathered:  # the blocks of this exchange and of the next one
+        together = distributed.blocks_together(config.n_layer, in_blocks // config.n_layer)
+        copied = min(1, 2 * together / config.n_layer)
+    else:  # all, from forward to backward
+        copied = gathered or size < 4
+    copies = size * in_blocks * copied
     weights = 4 * n_params / shards
     components = {
         "weights": weights + copies,

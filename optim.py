@@ -6,22 +6,33 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from distributed import divide_like, full
+from distributed import divide_like, shares, total_norm
 
 SCHEDULES = ("cosine", "wsd")
 IGNORE_SCALE = ("mps",)  # devices whose fused AdamW takes no notice of grad_scale and found_inf
 
 
+class AdamW(torch.optim.AdamW):
+    """torch's AdamW, on this process's shares where parameters are divided (FSDP2): as plain
+    tensors, since every DTensor costs the host time."""
+
+    def _init_group(self, group: dict[str, Any], *lists: list[Tensor]) -> bool:
+        has_complex = super()._init_group(group, *lists)
+        for tensors in lists:  # parameters, gradients, moments
+            tensors[:] = shares(tensors)
+        return has_complex
+
+
 def build_optimizer(
     model: nn.Module, learning_rate: float, betas: tuple[float, float], weight_decay: float
-) -> torch.optim.AdamW:
+) -> AdamW:
     """Fused AdamW that decays matrices and embeddings, but no norm weights."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     groups = [
         {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": weight_decay},
         {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW(groups, lr=learning_rate, betas=betas, fused=True)
+    return AdamW(groups, lr=learning_rate, betas=betas, fused=True)
 
 
 def all_parameters(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
@@ -73,7 +84,7 @@ def clip_in_step(optimizer: torch.optim.AdamW, limit: float) -> Tensor:
     """Have fused AdamW's next step scale the gradients down to a norm of `limit` (0: no limit) as
     it reads them, and change nothing where they are not finite. Returns their norm (scalar)."""
     gradients = [parameter.grad for parameter in all_parameters(optimizer)]
-    grad_norm = full(torch.nn.utils.get_total_norm(gradients))
+    grad_norm = total_norm(gradients)
     divisor = (grad_norm / (limit or math.inf)).clamp(min=1.0)
     if grad_norm.device.type in IGNORE_SCALE:  # gradients that are not finite become zeros
         for gradient in gradients:

@@ -726,16 +726,16 @@ def test_f15_capped_memory_trains_with_the_same_losses(capped, name):
 
 @two_gpus
 def test_f15_fsdp_finds_what_fits_by_the_estimate(data, tmp_path):
-    """The cap is just above the estimate for 32 sequences, 8.27 GiB, and the margins kept."""
+    """The cap is just above the estimate for 32 sequences, 8.35 GiB, and the margins kept."""
     arguments = [*GPT2, "--gradient_accumulation_steps=2", "--max_iters=8", "--parallel=fsdp"]
     losses = {}
-    for cap in (0.0, 9.0):
+    for cap in (0.0, 9.1):
         found = train(data, tmp_path / str(cap), *arguments, cap_gib=cap, processes=2)
         resplit = "going on with --batch_size=32 --gradient_accumulation_steps=4" in found["shown"]
         assert resplit is (cap > 0)
         print(f"cap {cap}: {found['allocated'] / 2**30:.2f} GiB")
         losses[cap] = found["losses"]
-    assert max(map(abs_difference, losses[0.0], losses[9.0])) < TOLERANCE
+    assert max(map(abs_difference, losses[0.0], losses[9.1])) < TOLERANCE
 
 
 # ---- the rest of a run ------------------------------------------------------------------------

@@ -131,8 +131,6 @@ def test_estimate_of_few_activations_is_that_of_the_end_of_a_step():
 
 
 def test_estimate_counts_gathered_weights():
-    sums = [
-        sum(estimate(LARGE, 1_560_000_000, 8, "none", False, shards=4, gathered=gathered).values())
-        for gathered in (False, True)
-    ]
-    assert sums[1] - sums[0] == pytest.approx(22.13 - 19.37, rel=0.01)  # measured on H200s
+    for gathered, measured in ((False, 19.52), (True, 22.27)):  # on H200s
+        parts = estimate(LARGE, 1_560_000_000, 8, "none", False, shards=4, gathered=gathered)
+        assert sum(parts.values()) == pytest.approx(measured, rel=0.03)
