@@ -133,7 +133,8 @@ distributed.blocks_together = lambda n_layer, block_params: n_layer
         (2, [], ""),
         (4, [], ""),
         (2, ["--parallel=fsdp", "--batch_size=2", "--gradient_accumulation_steps=8",
-             "--eval_iters=10", "--activation_checkpointing=block"], BOTH_BLOCKS_TOGETHER),
+             "--eval_iters=10", "--activation_checkpointing=block", "--sample_interval=7"],
+         BOTH_BLOCKS_TOGETHER),
     ],
     ids=["ddp-2", "ddp-4", "fsdp-2-split-checkpointed"],
 )  # fmt: skip
