@@ -12,11 +12,9 @@ class Profiler:
     (for pytorch.org/memory_viz) to `out_dir` after a few steps; does nothing if neither is asked.
     """
 
-    def __init__(self, out_dir: Path, trace: bool, memory: bool, device: torch.device):
+    def __init__(self, out_dir: Path, trace: bool, memory: bool):
         self.out_dir, self.trace, self.memory, self.steps = out_dir, None, memory, 0
         if memory:
-            if device.type != "cuda":
-                raise ValueError(f"memory_snapshot=True needs a CUDA device, not {device}")
             torch.cuda.memory._record_memory_history(max_entries=200_000)
         if trace:
             self.trace = torch.profiler.profile(

@@ -145,6 +145,8 @@ if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) and ckpt_path.exists()
     init_from = config["init_from"] = "resume"  # torchrun starts all anew after one has died
 device = hardware.choose_device(device, local_rank if world_size > 1 else None)
 dtype = hardware.choose_dtype(dtype, device)
+if memory_snapshot and device.type != "cuda":
+    raise ValueError(f"memory_snapshot=True needs a CUDA device, not {device}")
 cuda_graphs = compile and compile_mode in environment.GRAPH_MODES and device.type == "cuda"
 if fsdp and (cuda_graphs or dtype == torch.float16):
     raise ValueError(
@@ -353,7 +355,7 @@ def stop_if_not_finite(losses: dict[str, float]) -> None:
 
 
 tokenizer = from_meta(tokenizer_meta) if sample_interval else None
-profiler = Profiler(Path(out_dir), profile and master, memory_snapshot and master, device)
+profiler = Profiler(Path(out_dir), profile and master, memory_snapshot and master)
 stop = StopRequest(alone=world_size == 1, announce=master)
 stopping, saved_iter = False, None
 

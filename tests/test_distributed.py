@@ -235,12 +235,22 @@ def test_wrong_variables_without_torchrun_are_named(monkeypatch, variables):
         distributed.place()
 
 
-def test_what_fsdp_cannot_do_is_refused_with_an_alternative(run, sums, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("arguments", "answer"),
+    [
+        (["--parallel=fsdp", "--dtype=float16"], "or parallel=ddp"),
+        (["--memory_snapshot=True"], "needs a CUDA device, not cpu"),
+    ],
+)
+def test_what_cannot_be_done_is_refused_before_the_processes_meet(
+    run, sums, tmp_path, monkeypatch, arguments, answer
+):
+    """Later, the first one alone would say so, and the others show how they lost it."""
     for name, value in (("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 2)):
         monkeypatch.setenv(name, str(value))
-    with pytest.raises(ValueError, match="or parallel=ddp"):
-        run("train.py", *TINY, f"--dataset={sums}", f"--out_dir={tmp_path}", "--parallel=fsdp",
-            "--gradient_accumulation_steps=2", "--dtype=float16")  # fmt: skip
+    with pytest.raises(ValueError, match=answer):
+        run("train.py", *TINY, f"--dataset={sums}", f"--out_dir={tmp_path}",
+            "--gradient_accumulation_steps=2", *arguments)  # fmt: skip
 
 
 def test_different_settings_are_detected(launch, tmp_path):
