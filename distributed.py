@@ -74,6 +74,13 @@ def start(device: torch.device, backend: str, config: dict[str, Any]) -> None:
     except (ValueError, RuntimeError) as error:
         reason = str(error).splitlines()[0]
         raise ValueError(f"cannot join {world_size} processes with {backend}: {reason}") from None
+    show_error = sys.excepthook
+
+    def show_error_and_leave(*error: Any) -> None:
+        show_error(*error)
+        leave(1)
+
+    sys.excepthook = show_error_and_leave
     configs: list[Any] = [None] * world_size
     dist.all_gather_object(configs, config)
     differing = [key for key in config if any(c.get(key) != config[key] for c in configs)]
@@ -100,13 +107,13 @@ def stop() -> None:
         dist.destroy_process_group()
 
 
-def leave() -> None:
+def leave(status: int = 0) -> None:
     """End a process that has nothing more to say. Python's orderly end may meet a thread of torch's
     that is still finishing, and then aborts ("terminate called without an active exception")."""
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0)
+    os._exit(status)
 
 
 def add_up(tensor: Tensor) -> None:
@@ -168,6 +175,16 @@ def keep_gathered(model: nn.Module) -> None:
     exchanges less, for memory of all its weights in `shard`'s dtype."""
     for block in model.blocks:
         block.set_reshard_after_forward(False)
+
+
+def compile_blocks(model: nn.Module, mode: str, checkpointing: str) -> None:
+    """Compile the blocks of a divided model, each on its own: weights are exchanged in between."""
+    import torch._functorch.config as functorch_config
+
+    # without activation checkpointing, recompute what costs next to nothing
+    functorch_config.activation_memory_budget = 0.9 if checkpointing == "none" else 1.0
+    for block in model.blocks:
+        block.forward = torch.compile(block.forward, mode=mode, dynamic=False)
 
 
 @torch.no_grad()

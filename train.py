@@ -22,7 +22,6 @@ from pathlib import Path
 import environment  # before torch: it sets the CUDA allocator's variable
 
 import torch
-import torch._functorch.config as functorch_config
 
 import checkpoint
 import distributed
@@ -274,10 +273,8 @@ def try_step(size: int, checkpointing: str) -> None:
     raw_model.use_activation_checkpointing(checkpointing)
     model = raw_model
     # dynamic=False: another shape would otherwise be compiled for all shapes, and be slow
-    if not obstacle and fsdp:  # a block at a time, between the exchanges of weights
-        functorch_config.activation_memory_budget = 0.9  # recompute what costs next to nothing
-        for block in raw_model.blocks:
-            block.forward = torch.compile(block.forward, mode=compile_mode, dynamic=False)
+    if not obstacle and fsdp:
+        distributed.compile_blocks(raw_model, compile_mode, checkpointing)
     elif not obstacle:
         model = torch.compile(raw_model, mode=compile_mode, dynamic=False)
     tokens = torch.zeros(size, block_size, dtype=torch.int64, device=device)

@@ -253,10 +253,16 @@ def test_what_cannot_be_done_is_refused_before_the_processes_meet(
             "--gradient_accumulation_steps=2", *arguments)  # fmt: skip
 
 
-def test_different_settings_are_detected(launch, tmp_path):
-    shown = launch(
-        2, tmp_path, differing=["--learning_rate=0.1", "--learning_rate=0.2"], fails=True
-    )
+# Python's orderly end waits for threads, and sometimes aborts in one of torch's.
+LONG_THREAD = """
+import threading, time
+threading.Thread(target=time.sleep, args=(1000,)).start()
+"""
+
+
+def test_different_settings_are_detected_and_end_all_processes_at_once(launch, tmp_path):
+    differing = ["--learning_rate=0.1", "--learning_rate=0.2"]
+    shown = launch(2, tmp_path, differing=differing, code=LONG_THREAD, fails=True)
     for i, text in enumerate(shown):
         assert "error: the processes have different settings: learning_rate is [0.1, 0.2]" in text
         assert ("rank 1: error" in text) == (i == 1)
@@ -342,6 +348,22 @@ def test_blocks_are_exchanged_two_at_a_time_and_kept_weights_once(divided):
         gathers.append(sum(event.count for event in events))
         distributed.keep_gathered(divided)
     assert gathers == [8, 4]  # four pairs of blocks, forward and backward
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # torch's own imports
+def test_divided_blocks_compile_with_selective_checkpointing(divided, monkeypatch):
+    """torch fails if it is to recompute by its own choice beside ours."""
+
+    def graphs_only(function, mode, dynamic):  # to compile kernels too takes 10 s longer
+        return torch_compile(function, backend="aot_eager_decomp_partition", dynamic=dynamic)
+
+    torch_compile = torch.compile
+    monkeypatch.setattr(torch, "compile", graphs_only)
+    distributed.compile_blocks(divided, "default", "selective")
+    divided.use_activation_checkpointing("selective")
+    tokens = torch.zeros(1, 8, dtype=torch.int64)
+    divided(tokens, tokens).backward()
+    assert all(p.grad is not None for p in divided.parameters())
 
 
 @pytest.mark.parametrize(
