@@ -187,19 +187,27 @@ def compile_blocks(model: nn.Module, mode: str, checkpointing: str) -> None:
         block.forward = torch.compile(block.forward, mode=mode, dynamic=False)
 
 
+def is_divided(value: Any) -> bool:
+    """Whether `value` is a tensor that is divided among the processes (a DTensor)."""
+    return hasattr(value, "full_tensor")
+
+
 @torch.no_grad()
 def shares(tensors: list[Tensor]) -> list[Tensor]:
-    """This process's parts, in the same memory, of tensors that may be divided among all."""
-    return [tensor.to_local() if hasattr(tensor, "to_local") else tensor for tensor in tensors]
+    """This process's parts of tensors, in the same memory; all or none of them are divided."""
+    if not tensors or not is_divided(tensors[0]):
+        return tensors
+    return [tensor.to_local() for tensor in tensors]
 
 
 def total_norm(tensors: list[Tensor]) -> Tensor:
-    """The 2-norm (scalar) of tensors together; all or none of them divided among the processes."""
+    """The 2-norm (scalar) of tensors together; all or none of them are divided."""
     norm = torch.nn.utils.get_total_norm(shares(tensors))
-    if not hasattr(tensors[0], "to_local"):
-        return norm
-    add_up(squared := norm.square())
-    return squared.sqrt()
+    if is_divided(tensors[0]):
+        norm.square_()
+        add_up(norm)
+        norm.sqrt_()
+    return norm
 
 
 def gather(state: Any) -> Any:
@@ -207,7 +215,7 @@ def gather(state: Any) -> Any:
     other processes get None in their places."""
     if isinstance(state, dict):
         return {key: gather(value) for key, value in state.items()}
-    if hasattr(state, "full_tensor"):
+    if is_divided(state):
         whole = state.full_tensor()
         return whole.cpu() if dist.get_rank() == 0 else None
     return state
@@ -215,7 +223,7 @@ def gather(state: Any) -> Any:
 
 def divide_like(tensor: Tensor, parameter: Tensor) -> Tensor:
     """The whole `tensor`, divided among the processes as `parameter` is."""
-    if not hasattr(parameter, "full_tensor"):
+    if not is_divided(parameter):
         return tensor
     from torch.distributed.tensor import distribute_tensor
 

@@ -374,9 +374,11 @@ def test_large_blocks_are_exchanged_alone(n_layer, millions, together):
 
 
 class SeesDTensors(TorchDispatchMode):
+    seen = ()
+
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        self.seen = getattr(self, "seen", [])
-        self.seen += [function] if any(issubclass(t, DTensor) for t in types) else []
+        if any(issubclass(t, DTensor) for t in types):
+            self.seen += (function,)
         return function(*args, **(kwargs or {}))
 
 
