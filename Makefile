@@ -15,7 +15,7 @@ demo: .venv/installed
 test: .venv/installed-dev
 	$(VENV)/ruff check .
 	$(VENV)/ruff format --check .
-	$(VENV)/python -m pytest -q -m "not gpu" tests
+	$(VENV)/python -m pytest -q -n 2 -m "not gpu" tests
 
 .venv/installed: requirements.txt constraints.txt
 	@echo "setting up .venv (once; torch is large, so this takes a few minutes)"

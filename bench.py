@@ -17,11 +17,12 @@ import tempfile
 import time
 from pathlib import Path
 
+from steady.dataloader import read_meta
+from steady.runlog import read_metrics
+
 import numpy as np
 
 from configurator import configure
-from dataloader import read_meta
-from runlog import read_metrics
 
 # measurement
 steps = 12  # steps measured
@@ -31,10 +32,6 @@ memory = False  # estimate peak memory per component too
 
 HERE = Path(__file__).parent
 config = configure(globals(), base=HERE / "train.py")
-
-for name, value in (("steps", steps), ("warmup_steps", warmup_steps), ("processes", processes)):
-    if value < 1:
-        raise ValueError(f"{name}={value} must be at least 1")
 
 with tempfile.TemporaryDirectory() as folder:
     data_dir = HERE / "data" / config["dataset"]

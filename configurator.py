@@ -18,11 +18,42 @@ import ast
 import builtins
 import difflib
 import io
+import math
 import os
 import sys
 import tokenize
 from pathlib import Path
 from typing import Any, NamedTuple
+
+# What the settings of all scripts may be: there are no checks of this kind elsewhere.
+CHOICES = {
+    "dtype": ("auto", "float32", "bfloat16", "float16"),
+    "compile_mode": ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"),
+    "activation_checkpointing": ("none", "selective", "block"),  # from the fastest to the smallest
+    "parallel": ("ddp", "fsdp"),
+    "backend": ("auto", "nccl", "gloo"),
+    "lr_schedule": ("cosine", "wsd"),
+}
+RANGES = (
+    ("at least 1", lambda value: value >= 1, (
+        "batch_size", "gradient_accumulation_steps", "block_size", "eval_iters", "log_interval",
+        "n_layer", "n_head", "n_embd", "num_samples", "max_new_tokens", "steps", "warmup_steps",
+        "processes",
+    )),
+    ("at least 0", lambda value: value >= 0, (
+        "eval_interval", "sample_interval", "max_iters", "warmup_iters", "lr_decay_iters",
+        "vocab_size", "n_kv_head", "n_hidden", "head_dim", "top_k",
+    )),
+    ("at least 0 and finite", lambda value: 0 <= value < math.inf, (
+        "learning_rate", "min_lr", "weight_decay", "grad_clip", "norm_eps", "temperature",
+        "decay_fraction", "smooth",
+    )),
+    ("above 0 and finite", lambda value: 0 < value < math.inf, ("rope_theta",)),
+    ("at least 0 and below 1", lambda value: 0 <= value < 1, ("beta1", "beta2", "dropout")),
+    ("above 0 and at most 1", lambda value: 0 < value <= 1, ("top_p",)),
+    ("above 0 and below 1", lambda value: 0 < value < 1, ("val_fraction",)),
+    ("an integer of 64 bits", lambda value: -(2**63) <= value < 2**63, ("seed",)),
+)  # fmt: skip
 
 
 class Setting(NamedTuple):
@@ -104,8 +135,18 @@ def configure(
         print(describe(settings, Path(namespace["__file__"]).name, positional))
         raise SystemExit(0)
     config = resolve(settings, sys.argv[1:])
+    check_values(config)
     namespace.update(config)
     return config
+
+
+def without_auto(script: str | Path, name: str) -> Any:
+    """The setting `name` of `script` as it is without `--name=auto` on the command line."""
+    arguments = [argument for argument in sys.argv[1:] if argument != f"--{name}=auto"]
+    value = resolve(read_settings(script), arguments)[name]
+    if value == "auto":
+        raise ValueError(f"{name}='auto' must be given on the command line, as --{name}=auto")
+    return value
 
 
 def resolve(settings: dict[str, Setting], arguments: list[str]) -> dict[str, Any]:
@@ -175,6 +216,20 @@ def check(setting: Setting, value: Any, where: str) -> Any:
         return float(value)
     expected = " or ".join(kind.__name__ for kind in setting.types)
     raise ValueError(f"{where}: {setting.name} takes a value of type {expected}, not {value!r}")
+
+
+def check_values(values: dict[str, Any]) -> None:
+    """Raises ValueError for a setting that is out of its range, or none of its choices."""
+    for name, choices in CHOICES.items():
+        if values.get(name, choices[0]) not in choices:
+            raise ValueError(f"unknown {name}={values[name]!r}: use {', '.join(choices)}")
+    for words, holds, names in RANGES:
+        for name in names:
+            value = values.get(name, "auto")
+            if isinstance(value, str) and value != "auto":
+                raise ValueError(f"{name}={value!r} must be an integer, or auto")
+            if value != "auto" and not holds(value):
+                raise ValueError(f"{name}={value} must be {words}")
 
 
 def nearest(key: str, settings: dict[str, Setting]) -> str:

@@ -13,15 +13,16 @@ import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import environment  # noqa: F401  before torch: it sets the CUDA allocator's variable
+from steady import checkpoint
+from steady.checkpoint import Start
+from steady.dataloader import DataSet
+from steady.hardware import choose_dtype
+from steady.tokenizer import find_folder, from_meta, hf_tokenizer_meta, write_hf_tokenizer
 
 import torch
 
-import checkpoint
 from configurator import configure
-from hardware import choose_dtype
 from model import GPT, GPTConfig
-from tokenizer import from_meta, hf_tokenizer_meta, write_hf_tokenizer
 
 # which checkpoint
 out_dir = "out"  # folder of the checkpoint
@@ -55,27 +56,6 @@ def rename(name: str, names: dict[str, str]) -> str:
     """A parameter's name with every part that `names` has replaced, as `a.b.0.c`."""
     parts = "|".join(re.escape(part) for part in sorted(names, key=len, reverse=True))
     return re.sub(rf"(?<![^.])({parts})(?![^.])", lambda found: names[found.group()], name)
-
-
-def find_folder(source: str, patterns: list[str]) -> Path:
-    """The folder `source`, or the hub's repository of that name, its files of these patterns
-    downloaded to the hub's cache.
-
-    Raises ValueError when there is neither.
-    """
-    if Path(source).is_dir():
-        return Path(source)
-    try:
-        from huggingface_hub import snapshot_download
-
-        return Path(snapshot_download(source, allow_patterns=patterns))
-    except ImportError:
-        raise ValueError(f"no folder {source}; for the hub: pip install huggingface_hub") from None
-    except Exception as error:  # the hub's library has many kinds; each has its reason
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise ValueError(
-            f"{source} is neither a folder nor a model that the Hugging Face hub gives: {reason}"
-        ) from None
 
 
 def read_model_config(folder: Path) -> dict[str, Any]:
@@ -166,21 +146,25 @@ def read_pretrained(source: str) -> Pretrained:
     return Pretrained(model_config, weights, hf_tokenizer_meta(folder), dtype)
 
 
-def check_data(
-    pretrained: Pretrained, source: str, block_size: int, dataset: str, tokenizer: dict[str, Any]
-) -> None:
-    """Raises ValueError unless the model from `source` can be trained on such data."""
+def start_from(source: str, data: DataSet, block_size: int, dropout: float) -> Start:
+    """How a run begins that finetunes the model from `source` on `data`.
+
+    Raises ValueError unless the model can be trained on such data.
+    """
+    pretrained = read_pretrained(source)
     longest = pretrained.model_config["block_size"]
     if block_size > longest:
         raise ValueError(
             f"block_size={block_size} is more than {source} was made for: use "
             f"--block_size={longest} or less"
         )
-    if tokenizer != pretrained.tokenizer and pretrained.tokenizer:
+    if data.tokenizer != pretrained.tokenizer and pretrained.tokenizer:
         raise ValueError(
-            f"data set {dataset} was not made with {source}'s tokenizer: make one with python "
-            f"data/text/prepare.py --input=FILES --tokenizer=hf:{source} --out=data/NAME"
+            f"data set {data.folder.name} was not made with {source}'s tokenizer: make one with "
+            f"python data/text/prepare.py --input=FILES --tokenizer=hf:{source} --out=data/NAME"
         )
+    model_config = pretrained.model_config | {"block_size": block_size, "dropout": dropout}
+    return Start(model_config, pretrained.weights, pretrained.dtype)
 
 
 def write_pretrained(saved: dict[str, Any], folder: Path, dtype: torch.dtype) -> None:

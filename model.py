@@ -1,26 +1,25 @@
 """A GPT in one file: RMSNorm, rotary embeddings (RoPE), grouped-query attention (GQA), SwiGLU.
 
-Pre-norm decoder without biases, in the layout of Hugging Face's Llama, so weights convert without
-permutation. `GPT.forward` gives the loss without ever holding all logits (see loss.py);
-`GPT.generate` decodes with a KV cache of static shape.
+A pre-norm decoder without biases, in the layout of Hugging Face's Llama, so that weights convert
+without permutation. Sampling is in steady/generate.py, activation checkpointing in
+steady/recompute.py, the loss that never holds all logits in steady/loss.py.
 
-Shapes: B batch, T tokens, C n_embd, H n_head, K n_kv_head, D head_dim, V vocab_size,
-S length of the KV cache.
+Shapes: B batch, T tokens, C n_embd, H n_head, K n_kv_head, D head_dim, V vocab_size.
 """
 
 import math
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
-from functools import partial
 from typing import Any
+
+from steady.generate import KVCache, LayerCache
+from steady.linear import Linear, compute_dtype, linear
+from steady.loss import linear_cross_entropy
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils import checkpoint
 
-from linear import Linear, compute_dtype, linear
-from loss import linear_cross_entropy
+from configurator import check_values
 
 
 @dataclass
@@ -44,13 +43,7 @@ class GPTConfig:
     def __post_init__(self):
         self.n_kv_head = self.n_kv_head or self.n_head
         self.n_hidden = self.n_hidden or math.ceil(8 * self.n_embd / 3 / 64) * 64
-        for name in (
-            "block_size", "vocab_size", "n_layer", "n_head", "n_kv_head", "n_embd", "n_hidden",
-        ):  # fmt: skip
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
-        if not 0 < self.rope_theta < math.inf:
-            raise ValueError(f"rope_theta={self.rope_theta} must be above 0 and finite")
+        check_values(self.settings())
         if self.n_embd % self.n_head and not self.head_dim:
             raise ValueError(
                 f"n_embd={self.n_embd} is not divisible by n_head={self.n_head}: "
@@ -68,14 +61,16 @@ class GPTConfig:
                 f"head dimension n_embd / n_head = {self.head_dim} is odd, but rotary embeddings "
                 f"turn pairs: use n_embd={self.n_head * (self.head_dim + 1)}"
             )
-        if not 0.0 <= self.dropout < 1.0:
-            raise ValueError(f"dropout={self.dropout} must be at least 0 and below 1")
 
     @classmethod
     def from_settings(cls, settings: dict[str, Any], vocab_size: int) -> "GPTConfig":
         """The architecture that a script's settings describe, with the vocabulary of its data."""
         names = {field.name for field in fields(cls)} & settings.keys()
         return cls(**{name: settings[name] for name in names} | {"vocab_size": vocab_size})
+
+    def settings(self) -> dict[str, int | float | bool]:
+        """All of it as plain values, for checkpoints: `GPTConfig(**settings)`."""
+        return asdict(self)
 
 
 class RMSNorm(nn.Module):
@@ -93,47 +88,26 @@ class RMSNorm(nn.Module):
 
 
 def rope_tables(positions: Tensor, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of the angles at `positions` (T,), each (T, 1, D / 2), in float32."""
+    """What `apply_rope` multiplies by at `positions` (T,): two tables (T, 1, D) in float32.
+
+    Row t holds the cosines of t's angles twice, and their sines, first with a minus and then with a
+    plus sign.
+    """
     pairs = torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float32)
-    angles = positions[:, None, None].float() * theta ** (-pairs / head_dim)
-    return angles.cos(), angles.sin()
+    angles = positions[:, None, None].float() * theta ** (-pairs / head_dim)  # (T, 1, D / 2)
+    cos, sin = angles.cos(), angles.sin()
+    return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
 
 
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn the pairs (i, i + D / 2) of x (B, T, heads, D) by their positions' angles.
+    """Rotate the pairs (i, i + D / 2) of x (B, T, heads, D) by their position's angles.
 
-    The result has x's dtype: promoted to float32 it would slow attention down or disable its fast
-    kernels (Su et al. 2021, "RoFormer").
+    Computed in float32, returned in x's dtype: in float32 it would slow attention down or switch
+    its fast kernels off (Su et al. 2021, "RoFormer").
     """
-    first, second = x.float().chunk(2, dim=-1)  # (B, T, heads, D / 2)
-    turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
-    return turned.type_as(x)
-
-
-class KVCache:
-    """Keys and values of the tokens decoded so far, in static shapes, the position on the device.
-
-    From one decoding step to the next only the contents of tensors change, so a step can be
-    compiled and captured in a CUDA graph.
-    """
-
-    def __init__(self, config: GPTConfig, batch_size: int, length: int, device, dtype: torch.dtype):
-        length = -(-length // 16) * 16  # attention would copy a mask of any other width
-        shape = (config.n_layer, batch_size, config.n_kv_head, length, config.head_dim)
-        self.keys = torch.zeros(shape, device=device, dtype=dtype)
-        self.values = torch.zeros(shape, device=device, dtype=dtype)
-        self.position = torch.zeros((), device=device, dtype=torch.int64)  # tokens held
-        self.group = config.n_head // config.n_kv_head
-
-    def advance(self, T: int) -> None:
-        """Take T more tokens: `positions` (T,) is where they go, `mask` (group * T, S) is 0 where
-        they attend to and -inf elsewhere, repeated for every query head of a key/value head."""
-        device, length = self.keys.device, self.keys.shape[3]
-        self.positions = self.position + torch.arange(T, device=device)
-        visible = torch.arange(length, device=device) <= self.positions[:, None]  # (T, S)
-        mask = torch.where(visible, 0.0, -math.inf).to(self.keys.dtype)
-        self.mask = mask.repeat(self.group, 1)
-        self.position += T
+    first, second = x.chunk(2, dim=-1)
+    swapped = torch.cat((second, first), dim=-1)
+    return (x * cos + swapped * sin).type_as(x)
 
 
 class Attention(nn.Module):
@@ -154,56 +128,35 @@ class Attention(nn.Module):
             self.k_norm = RMSNorm(self.head_dim, config.norm_eps)
 
     def forward(
-        self,
-        x: Tensor,
-        rope: tuple[Tensor, Tensor],
-        cache: KVCache | None = None,
-        layer: int = 0,
+        self, x: Tensor, rope: tuple[Tensor, Tensor], cache: LayerCache | None = None
     ) -> Tensor:
         B, T, C = x.shape
-        if cache is None:
-            # One product for queries and keys is faster than two. Values apart: as a view of a
-            # common product they would keep all of it for backward.
-            qk_weight = torch.cat((self.q_proj.weight, self.k_proj.weight))
-            qk = linear(x, qk_weight).view(B, T, self.n_head + self.n_kv_head, self.head_dim)
-            q, k = qk.split((self.n_head, self.n_kv_head), dim=2)  # (B, T, H or K, D)
-        else:  # for a single token, to copy the weights takes longer than to multiply them
-            q = self.q_proj(x).view(B, T, self.n_head, self.head_dim)
-            k = self.k_proj(x).view(B, T, self.n_kv_head, self.head_dim)
+        if T > 1:  # one product for queries and keys is faster than two
+            qk = linear(x, torch.cat((self.q_proj.weight, self.k_proj.weight)))
+        else:  # but copying the weights for it takes longer than one token's products
+            qk = torch.cat((self.q_proj(x), self.k_proj(x)), dim=-1)
+        qk = qk.view(B, T, self.n_head + self.n_kv_head, self.head_dim)
+        q, k = qk.split((self.n_head, self.n_kv_head), dim=2)  # (B, T, H or K, D)
+        # values apart: as part of that product they would keep all of it in memory for backward
         v = self.v_proj(x).view(B, T, self.n_kv_head, self.head_dim)
         if self.qk_norm:
             q, k = self.q_norm(q), self.k_norm(k)
-        if cache is None:
-            q, k = apply_rope(q, *rope), apply_rope(k, *rope)
-        else:  # for a single token, what counts is the number of kernels
-            qk = apply_rope(torch.cat((q, k), dim=2), *rope)
-            q, k = qk.split((self.n_head, self.n_kv_head), dim=2)
+        q, k = apply_rope(q, *rope), apply_rope(k, *rope)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, H or K, T, D)
-        dropout = self.dropout if self.training else 0.0
-        if cache is not None:
-            y = self.attend_cache(q, k, v, cache, layer)
-        elif self.cudnn:
-            # Called by name: choosing it by a context manager has no effect on code compiled
-            # before, and inside compiled code keeps that out of torch's cache.
-            y = torch.ops.aten._scaled_dot_product_cudnn_attention(
-                q, k, v, None, True, dropout, True
-            )[0]  # (B, H, T, D)
-        else:
-            y = F.scaled_dot_product_attention(
-                q, k, v, is_causal=True, dropout_p=dropout,
-                enable_gqa=self.n_kv_head != self.n_head,
-            )  # (B, H, T, D)  # fmt: skip
+        y = self.attend(q, k, v) if cache is None else cache.attend(q, k, v)  # (B, H, T, D)
         return self.o_proj(y.transpose(1, 2).reshape(B, T, self.n_head * self.head_dim))
 
-    def attend_cache(self, q: Tensor, k: Tensor, v: Tensor, cache: KVCache, layer: int) -> Tensor:
-        """Store k and v in the cache, attend to all that it holds; returns (B, H, T, D)."""
-        B, H, T, D = q.shape
-        keys = cache.keys[layer].index_copy_(2, cache.positions, k)  # (B, K, S, D)
-        values = cache.values[layer].index_copy_(2, cache.positions, v)
-        # the query heads of a key/value head become rows of one product
-        rows = q.reshape(B, self.n_kv_head, cache.group * T, D)
-        y = F.scaled_dot_product_attention(rows, keys, values, attn_mask=cache.mask)
-        return y.reshape(B, H, T, D)
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        dropout = self.dropout if self.training else 0.0
+        if self.cudnn:
+            # By name, since compiled code that torch has in its cache does not notice which kernel
+            # the context manager sdpa_kernel asks for.
+            attention = torch.ops.aten._scaled_dot_product_cudnn_attention
+            return attention(q, k, v, None, True, dropout, True)[0]
+        gqa = self.n_kv_head != self.n_head
+        return F.scaled_dot_product_attention(
+            q, k, v, is_causal=True, dropout_p=dropout, enable_gqa=gqa
+        )
 
 
 class MLP(nn.Module):
@@ -220,8 +173,6 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    checkpointing = "none"  # one of CHECKPOINTING: what backward recomputes, to save memory
-
     def __init__(self, config: GPTConfig):
         super().__init__()
         self.attention_norm = RMSNorm(config.n_embd, config.norm_eps)
@@ -230,38 +181,11 @@ class Block(nn.Module):
         self.mlp = MLP(config)
         self.dropout = nn.Dropout(config.dropout)
 
-    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], *cached) -> Tensor:
-        if self.checkpointing == "none" or not torch.is_grad_enabled():
-            return self.compute(x, rope, *cached)
-        if self.checkpointing == "block" and not self.dropout.p:
-            return checkpoint.checkpoint(self.compute, x, rope, use_reentrant=False)
-        # With dropout, block does the same: compiled, attention that is recomputed would draw from
-        # a generator that torch.manual_seed does not reach.
-        contexts = partial(checkpoint.create_selective_checkpoint_contexts, keep_attention)
-        return checkpoint.checkpoint(
-            self.compute, x, rope, use_reentrant=False, context_fn=contexts
-        )
-
-    def compute(self, x: Tensor, rope: tuple[Tensor, Tensor], *cached) -> Tensor:
-        x = x + self.dropout(self.attention(self.attention_norm(x), rope, *cached))
+    def forward(
+        self, x: Tensor, rope: tuple[Tensor, Tensor], cache: LayerCache | None = None
+    ) -> Tensor:
+        x = x + self.dropout(self.attention(self.attention_norm(x), rope, cache))
         return x + self.dropout(self.mlp(self.mlp_norm(x)))
-
-
-CHECKPOINTING = ("none", "selective", "block")
-KEPT = (  # attention's kernels; and since those draw once only, all else that draws
-    torch.ops.aten.native_dropout.default,
-    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
-    torch.ops.aten._scaled_dot_product_flash_attention.default,
-    torch.ops.aten._scaled_dot_product_efficient_attention.default,
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
-)
-
-
-def keep_attention(context, op, *args, **kwargs) -> checkpoint.CheckpointPolicy:
-    """Selective activation checkpointing: recompute all of a block but its attention kernel
-    and, on GPUs, dropout."""
-    policy = checkpoint.CheckpointPolicy
-    return policy.MUST_SAVE if op in KEPT else policy.PREFER_RECOMPUTE
 
 
 class GPT(nn.Module):
@@ -315,80 +239,25 @@ class GPT(nn.Module):
         position's, (B, 1, V).
         """
         T = tokens.shape[1]
-        if cache is None:
-            rope = self.rope_cos[:T], self.rope_sin[:T]
-        else:
-            cache.advance(T)
-            rope = self.rope_cos[cache.positions], self.rope_sin[cache.positions]
+        positions = slice(T) if cache is None else cache.advance(T)
+        rope = self.rope_cos[positions], self.rope_sin[positions]  # (T, 1, D) each
         x = self.token_embedding(tokens)  # (B, T, C)
         if compute_dtype(x) == torch.bfloat16:
             x = x.bfloat16()  # the residual stream too: half the memory traffic between matmuls
         x = self.dropout(x)
-        for layer, block in enumerate(self.blocks):
-            x = block(x, rope) if cache is None else block(x, rope, cache, layer)
-        x = self.final_norm(x)
-        if targets is not None:
-            return linear_cross_entropy(x.flatten(0, 1), self.lm_head.weight, targets.flatten())
+        for i, block in enumerate(self.blocks):
+            x = block(x, rope, cache and cache.layers[i])
         if cache is not None:
             x = x[:, -1:]
-        return self.lm_head(x)
-
-    def use_activation_checkpointing(self, kind: str) -> None:
-        """Which of CHECKPOINTING to do; decide before compiling."""
-        for block in self.blocks:
-            block.checkpointing = kind
+        x = self.final_norm(x)
+        if targets is None:
+            return self.lm_head(x)
+        return linear_cross_entropy(x.flatten(0, 1), self.lm_head.weight, targets.flatten())
 
     def use_cudnn_attention(self, use: bool) -> None:
         """Whether training and evaluation call cuDNN's attention; decide before compiling."""
         for block in self.blocks:
             block.attention.cudnn = use
-
-    @torch.no_grad()
-    def generate(
-        self,
-        tokens: Tensor,
-        max_new_tokens: int,
-        temperature: float = 1.0,
-        top_k: int = 0,
-        top_p: float = 1.0,
-        vocab_size: int | None = None,
-        generator: torch.Generator | None = None,
-        on_token: Callable[[Tensor], None] | None = None,
-        cuda_graph: bool = False,
-    ) -> Tensor:
-        """Continue every row of `tokens` (B, T), each row drawing on its own.
-
-        Args:
-            temperature: 0 takes the likeliest token. top_k, top_p: see `draw`.
-            vocab_size: ids from here on are never drawn (the padding of a vocabulary).
-            on_token: called with every new column (B,) as it is drawn.
-            cuda_graph: record a decoding step and replay it, for speed on a GPU.
-
-        Returns (B, T + max_new_tokens). Of a prompt longer than block_size the model sees the end;
-        when the context is full, it goes on with the newer half of it.
-        """
-        size = self.config.block_size
-        length = min(size, tokens.shape[1] + max_new_tokens)
-        dtype = compute_dtype(self.lm_head.weight)
-        cache = KVCache(self.config, tokens.shape[0], length, tokens.device, dtype)
-        step, replay = partial(self, cache=cache), None
-        held, context = 0, tokens[:, -size:]
-        for _ in range(max_new_tokens):
-            if held + context.shape[1] > size:
-                cache.position.zero_()
-                held, context = 0, tokens[:, -(size // 2 or 1) :]
-            single = context.shape[1] == 1
-            logits = replay(context) if single and replay else step(context)
-            if single and cuda_graph and not replay:
-                replay = as_cuda_graph(step, context)
-            held += context.shape[1]
-            logits = logits[:, -1, :vocab_size].float()  # (B, V)
-            new = draw(logits, temperature, top_k, top_p, generator)  # (B,)
-            context = new[:, None]
-            tokens = torch.cat((tokens, context), dim=1)
-            if on_token is not None:
-                on_token(new)
-        return tokens
 
     def num_params(self) -> int:
         """Number of parameters, a tied embedding counted once."""
@@ -406,52 +275,9 @@ class GPT(nn.Module):
         attention = config.n_layer * config.n_head * config.head_dim * config.block_size
         return 6 * n + 12 * attention
 
-    def settings(self) -> dict[str, int | float | bool]:
-        """The configuration as plain values, for checkpoints: `GPT(GPTConfig(**settings))`."""
-        return asdict(self.config)
-
-
-def as_cuda_graph(
-    function: Callable[[Tensor], Tensor], example: Tensor
-) -> Callable[[Tensor], Tensor]:
-    """`function` for tensors like `example`, recorded once: hundreds of kernels in one launch.
-
-    It must have run before, since recording runs nothing. Every call returns the same tensor.
-    """
-    graph, static = torch.cuda.CUDAGraph(), example.clone()
-    with torch.cuda.graph(graph):
-        out = function(static)
-
-    def replay(tensor: Tensor) -> Tensor:
-        static.copy_(tensor)
-        graph.replay()
-        return out
-
-    return replay
-
-
-def draw(
-    logits: Tensor,
-    temperature: float = 1.0,
-    top_k: int = 0,
-    top_p: float = 1.0,
-    generator: torch.Generator | None = None,
-) -> Tensor:
-    """One token per row of `logits` (B, V); returns (B,).
-
-    temperature 0 (below 1e-6, where logits might overflow) is greedy; top_k 0 and top_p 1 keep
-    every token; otherwise only the k likeliest, then the fewest whose probabilities reach top_p
-    (Holtzman et al. 2020).
-    """
-    if temperature < 1e-6:
-        return logits.argmax(dim=-1)
-    logits = (logits / temperature).nan_to_num()  # drawing from NaN or infinity ends a process
-    if 0 < top_k < logits.shape[-1]:
-        threshold = logits.topk(top_k, dim=-1).values[:, -1:]
-        logits = logits.masked_fill(logits < threshold, -math.inf)
-    if top_p < 1.0:
-        ordered, order = logits.sort(dim=-1, descending=True)
-        probs = ordered.softmax(dim=-1)
-        beyond = probs.cumsum(dim=-1) - probs >= top_p  # never the first
-        logits = logits.masked_fill(beyond.gather(1, order.argsort(dim=-1)), -math.inf)
-    return torch.multinomial(logits.softmax(dim=-1), 1, generator=generator).squeeze(1)
+    def summary(self, data_vocab: int) -> str:
+        """For the beginning of a run's log."""
+        return (
+            f"model {self.num_params():,} parameters, "
+            f"vocabulary {data_vocab} of {self.config.vocab_size}"
+        )

@@ -7,8 +7,9 @@ python plot.py out-* --png=comparison.png
 import sys
 from pathlib import Path
 
+from steady.runlog import read_metrics
+
 from configurator import configure
-from runlog import read_metrics
 
 # the picture
 png = "runs.png"  # file to write

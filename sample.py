@@ -7,15 +7,14 @@ import sys
 import time
 from pathlib import Path
 
-import environment  # noqa: F401  before torch: it sets the CUDA allocator's variable
+from steady import checkpoint, hardware
+from steady.generate import generate
+from steady.tokenizer import from_meta
 
 import torch
 
-import checkpoint
-import hardware
 from configurator import configure
 from model import GPT, GPTConfig
-from tokenizer import from_meta
 
 # what to sample from
 out_dir = "out"  # folder of the checkpoint
@@ -34,16 +33,6 @@ dtype = "auto"  # auto, float32, bfloat16, float16
 
 configure(globals())
 
-for name, value, valid, rule in (
-    ("num_samples", num_samples, num_samples >= 1, "at least 1"),
-    ("max_new_tokens", max_new_tokens, max_new_tokens >= 1, "at least 1"),
-    ("temperature", temperature, temperature >= 0, "0 (greedy) or more"),
-    ("top_k", top_k, top_k >= 0, "0 (all) or more"),
-    ("top_p", top_p, 0 < top_p <= 1, "above 0 and at most 1"),
-    ("seed", seed, -(2**63) <= seed < 2**63, "an integer of 64 bits"),
-):
-    if not valid:
-        raise ValueError(f"{name}={value} must be {rule}")
 device = hardware.choose_device(device)
 dtype = hardware.choose_dtype(dtype, device)
 
@@ -86,8 +75,8 @@ print(f"# {path}, iteration {saved['iter_num']}, val loss {saved['best_val_loss'
 if num_samples == 1:
     print(start, end="", flush=True)
 began = time.perf_counter()
-samples = model.generate(
-    tokens, max_new_tokens, temperature, top_k, top_p,
+samples = generate(
+    model, tokens, max_new_tokens, temperature, top_k, top_p,
     vocab_size=tokenizer.vocab_size, generator=generator,
     on_token=stream if num_samples == 1 else None, cuda_graph=device.type == "cuda",
 ).tolist()  # fmt: skip

@@ -11,39 +11,23 @@ change them. Ctrl-C, SIGTERM or a lost terminal finishes the step, saves, and sa
 
 import gc
 import math
-import os
-import shlex
-import sys
-import textwrap
 import time
 from functools import partial
 from pathlib import Path
 
-import environment  # before torch: it sets the CUDA allocator's variable
+from steady import checkpoint, distributed, environment, hardware, memory, optim, recompute
+from steady.dataloader import DataLoader, DataSet, TokenFile, validation_batches
+from steady.generate import sample_while_training
+from steady.profiler import Profiler
+from steady.runlog import RunLog
+from steady.stop import StopRequest, how_to_go_on, require_finite
+from steady.tokenizer import from_meta
 
 import torch
 
-import checkpoint
-import distributed
-import hardware
-import memory
-from configurator import configure, read_settings, resolve
-from convert import check_data, read_pretrained
-from dataloader import DataLoader, TokenFile, read_meta, validation_batches
-from model import CHECKPOINTING, GPT, GPTConfig
-from optim import (
-    SCHEDULES,
-    allocate_state,
-    build_optimizer,
-    clip_in_step,
-    flatten_gradients,
-    learning_rate_at,
-    load_moments,
-)
-from profiling import Profiler
-from runlog import RunLog
-from stop import StopRequest
-from tokenizer import META_KEYS, from_meta
+import convert
+from configurator import configure, without_auto
+from model import GPT, GPTConfig
 
 # output and evaluation
 out_dir = "out"  # folder of the checkpoints and metrics.jsonl
@@ -101,153 +85,89 @@ profile = False  # write out_dir/trace.json of a few steps
 memory_snapshot = False  # write out_dir/memory.pickle, the GPU memory's history in a few steps
 
 config = configure(globals())
-
-# -----------------------------------------------------------------------------
-# check the settings before anything takes time
-for key, choices in (
-    ("lr_schedule", SCHEDULES),
-    ("compile_mode", environment.COMPILE_MODES),
-    ("activation_checkpointing", CHECKPOINTING),
-    ("parallel", distributed.ENGINES),
-    ("backend", distributed.BACKENDS),
-):
-    if config[key] not in choices:
-        raise ValueError(f"unknown {key}={config[key]!r}: use {', '.join(choices)}")
 auto_batch = batch_size == "auto"
-if auto_batch:  # the global batch is what it is without this flag
-    arguments = [argument for argument in sys.argv[1:] if argument != "--batch_size=auto"]
-    batch_size = config["batch_size"] = resolve(read_settings(__file__), arguments)["batch_size"]
-if isinstance(batch_size, str):
-    raise ValueError(f"batch_size={batch_size!r} must be an integer, or auto on the command line")
-for least, below, keys in (
-    (1, math.inf, ("batch_size", "gradient_accumulation_steps", "eval_iters", "log_interval")),
-    (0, math.inf, ("eval_interval", "sample_interval", "vocab_size", "max_iters")),
-    (0, math.inf, ("learning_rate", "min_lr", "weight_decay", "grad_clip")),
-    (0, math.inf, ("warmup_iters", "lr_decay_iters", "decay_fraction")),
-    (0, 1, ("beta1", "beta2")),
-    (-(2**63), 2**63, ("seed",)),
-):
-    for key in keys:
-        if not least <= config[key] < below:
-            raise ValueError(f"{key}={config[key]} must be in [{least}, {below})")
+if auto_batch:  # as many as fit, in the global batch that there would be without this flag
+    batch_size = config["batch_size"] = without_auto(__file__, "batch_size")
 
 # -----------------------------------------------------------------------------
-# this process and its device
-rank, local_rank, world_size = distributed.place()
-master = rank == 0
-ddp, fsdp = (world_size > 1 and parallel == engine for engine in distributed.ENGINES)
-distributed.check_accumulation(gradient_accumulation_steps, world_size)
-ckpt_path, best_path = Path(out_dir, "ckpt.pt"), Path(out_dir, "best.pt")
-if master:
-    checkpoint.make_folder(Path(out_dir))
-if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) and ckpt_path.exists():
-    init_from = config["init_from"] = "resume"  # torchrun starts all anew after one has died
-device = hardware.choose_device(device, local_rank if world_size > 1 else None)
+# this process, its device, and what it will use of it
+here = distributed.place(parallel)
+out_path = Path(out_dir)
+ckpt_path, best_path = out_path / "ckpt.pt", out_path / "best.pt"
+if here.master:
+    checkpoint.make_folder(out_path)
+if here.restarted and ckpt_path.exists():
+    init_from = config["init_from"] = "resume"
+device = hardware.choose_device(device, here.local_rank if here.world_size > 1 else None)
 dtype = hardware.choose_dtype(dtype, device)
-if memory_snapshot and device.type != "cuda":
-    raise ValueError(f"memory_snapshot=True needs a CUDA device, not {device}")
-cuda_graphs = compile and compile_mode in environment.GRAPH_MODES and device.type == "cuda"
-if fsdp and (cuda_graphs or dtype == torch.float16):
-    raise ValueError(
-        "parallel=fsdp exchanges weights inside a step, which CUDA graphs and float16's loss "
-        "scaling do not allow: use compile_mode=default (or max-autotune-no-cudagraphs) and "
-        "dtype=bfloat16, or parallel=ddp"
-    )
-distributed.start(device, backend, config)
-available_gib = distributed.smallest(hardware.available_memory_gib(device))
-if auto_batch and available_gib == math.inf:
-    raise ValueError(f"batch_size=auto needs a CUDA device, not {device}")
-amp = hardware.autocast(device, dtype)
+if memory_snapshot:
+    hardware.require_cuda(device, "memory_snapshot=True")
+plan = environment.plan(compile, compile_mode, device)
+distributed.check(here, gradient_accumulation_steps, dtype, plan.cuda_graphs)
+distributed.start(here, device, backend, config)
+autocast = hardware.autocast(device, dtype)
 torch.manual_seed(seed)
 
 # -----------------------------------------------------------------------------
-# data
-data_dir = Path(__file__).parent / "data" / dataset
-meta = read_meta(data_dir)
-data_vocab = meta.get("vocab_size", vocab_size or 50304)
-vocab_size = vocab_size or math.ceil(data_vocab / 64) * 64
-tokenizer_meta = {key: meta[key] for key in META_KEYS if key in meta}
-pretrained = None if init_from in ("scratch", "resume") else read_pretrained(init_from)
-if pretrained:
-    check_data(pretrained, init_from, block_size, dataset, tokenizer_meta)
-    vocab_size = pretrained.model_config["vocab_size"]
-train_file, val_file = (
-    TokenFile(data_dir / name, block_size, min(data_vocab, vocab_size), meta.get("dtype", "uint16"))
-    for name in ("train.bin", "val.bin")
-)
+# data and model: three ways to start
+data = DataSet(Path(__file__).parent / "data" / dataset, vocab_size)
+if init_from == "scratch":
+    start = checkpoint.Start(GPTConfig.from_settings(config, data.padded_vocab_size).settings())
+elif init_from == "resume":
+    asked = GPTConfig.from_settings(config, data.padded_vocab_size)
+    start = checkpoint.resume(ckpt_path, asked.settings(), data.tokenizer)
+else:
+    start = convert.start_from(init_from, data, block_size, dropout)
+model_config = GPTConfig(**start.model_config)
+config |= {key: value for key, value in start.model_config.items() if key in config}
+train_file, val_file = data.open(block_size, model_config.vocab_size)
+
+# raw_model is never compiled or wrapped: it is what is saved, sampled and counted
+hardware.prepare(device, dtype, model_config.n_embd, block_size)
+raw_model = GPT(model_config).to("cpu" if here.shards_model else device)
+raw_model.use_cudnn_attention(hardware.cudnn_attention(device, dtype, model_config.head_dim))
+if start.weights:
+    raw_model.load_state_dict(start.weights)
+if here.shards_model:
+    distributed.shard(raw_model, device, dtype)
 
 # -----------------------------------------------------------------------------
-# model and optimizer, new or from the checkpoint
-saved = checkpoint.load(ckpt_path) if init_from == "resume" else None
-pretrained_dtype = pretrained.dtype if pretrained else saved and saved.get("pretrained_dtype")
-if pretrained_dtype:  # the architecture comes with the weights
-    given = pretrained.model_config if pretrained else saved["model_config"]
-    model_config = GPTConfig(**given | {"block_size": block_size, "dropout": dropout})
-else:
-    model_config = GPTConfig.from_settings(config, vocab_size)
-hardware.prepare(device, dtype, model_config.n_embd, block_size)
-raw_model = GPT(model_config).to("cpu" if fsdp else device)
-config |= {key: value for key, value in raw_model.settings().items() if key in config}
-raw_model.use_cudnn_attention(hardware.cudnn_attention(device, dtype, model_config.head_dim))
-n_params, flops_per_token = raw_model.num_params(), raw_model.flops_per_token()
-if pretrained:
-    raw_model.load_state_dict(pretrained.weights)
-    del pretrained
-if saved:
-    checkpoint.check_same_model(
-        saved["model_config"] | {"tokenizer": saved["tokenizer"]},
-        raw_model.settings() | {"tokenizer": tokenizer_meta},
-        ckpt_path,
-    )
-    raw_model.load_state_dict(saved["model"])
-if fsdp:
-    distributed.shard(raw_model, device, dtype)
-optimizer = build_optimizer(raw_model, learning_rate, (beta1, beta2), weight_decay)
+# optimizer
+gradients = optim.Gradients(raw_model, keep=plan.cuda_graphs, summed=here.sums_gradients)
+optimizer = optim.build_optimizer(raw_model, learning_rate, (beta1, beta2), weight_decay)
 scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
-iter_num, best_val_loss, data_offset = 0, math.inf, 0
+if start.optimizer:
+    optim.load_moments(optimizer, start.optimizer)
+    scaler.load_state_dict(start.scaler)
+optim.allocate_state(optimizer)
+iter_num, best_val_loss = start.iter_num, start.best_val_loss
+pretrained_dtype = start.pretrained_dtype
+
+# the global batch, which stays as it is however it will be split
 sequences_per_iter = batch_size * gradient_accumulation_steps
-sequences_per_process = sequences_per_iter // world_size
+sequences_per_process = sequences_per_iter // here.world_size
 eval_sequences = eval_iters * batch_size
-tokens_per_iter = sequences_per_iter * block_size
-if saved:
-    load_moments(optimizer, saved["optimizer"])
-    scaler.load_state_dict(saved["scaler"])
-    iter_num, best_val_loss = saved["iter_num"], saved["best_val_loss"]
-    # no sequence twice, even if the global batch is another now
-    data_offset = saved["sequences"] - iter_num * sequences_per_iter
-    del saved
-elif master and not eval_only:
-    checkpoint.set_aside(Path(out_dir))
-allocate_state(optimizer)
+# no sequence is drawn twice, even if the global batch was another before a resume
+data_offset = start.sequences - iter_num * sequences_per_iter
+del start  # the checkpoint's tensors
 
-# raw_model stays what is saved, sampled and counted: no "_orig_mod." in any name
-obstacle = environment.compile_obstacle(device) if compile else "compile=False"
-cuda_graphs = cuda_graphs and not obstacle
-# A CUDA graph's backward writes its gradients to memory that its next replay overwrites. So .grad
-# is our own, allocated once, added to, and zeroed in place. (Marking steps or cloning activations,
-# the usual advice, does not help.)
-if cuda_graphs:
-    flat_gradient = flatten_gradients(raw_model)
+if here.master and init_from != "resume" and not eval_only:
+    checkpoint.set_aside(out_path)
+log = RunLog(out_path, config, iter_num, quiet=not here.master)
+log.line(environment.summary(device, dtype, plan, here))
+log.line(raw_model.summary(data.vocab_size))
+log.line(data.summary(sequences_per_iter * block_size))
+log.settings(config)
 
-log = RunLog(Path(out_dir), config, iter_num, quiet=not master)
-flops_per_iter = flops_per_token * tokens_per_iter
-peak_flops = hardware.peak_flops(device, dtype)
-log.line(environment.summary(device, dtype, obstacle, compile_mode))
-if world_size > 1:
-    log.line(f"{world_size} processes, {parallel}")
-log.line(f"model {n_params:,} parameters, vocabulary {data_vocab} of {vocab_size}")
-log.line(f"data {data_dir}, {len(train_file.tokens):,} tokens, {tokens_per_iter:,} per iteration")
-if "unigram_entropy" in meta:
-    log.line(f"knowing only token frequencies gives val loss {meta['unigram_entropy']:.4f}")
-settings = ", ".join(f"{key}={value}" for key, value in config.items())
-log.line(textwrap.fill(f"settings {settings}", 100, subsequent_indent="  ", break_on_hyphens=False))
+# -----------------------------------------------------------------------------
+# what the loop is made of
 
 
-def micro_step(tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+def micro_step(model: torch.nn.Module, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     """Forward and backward; returns this micro-batch's part of the step's loss."""
-    if cuda_graphs:
-        torch.compiler.cudagraph_mark_step_begin()  # the last one's outputs are done with
-    with amp:
+    if plan.cuda_graphs:
+        torch.compiler.cudagraph_mark_step_begin()  # the outputs of the one before may go
+    with autocast:
         micro_loss = model(tokens, targets) / gradient_accumulation_steps
     scaler.scale(micro_loss).backward()
     return micro_loss.detach()
@@ -257,149 +177,90 @@ def micro_step(tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 def evaluate(file: TokenFile) -> float:
     """Mean loss over the fixed windows of `file`, through the same (compiled) model as training."""
     model.eval()
-    total, count = torch.zeros((), device=device), -(-eval_sequences // batch_size)
-    batches = validation_batches(file, batch_size, count * batch_size, device, rank, world_size)
-    for tokens, targets in batches:
-        with amp:
+    total, count = torch.zeros((), device=device), math.ceil(eval_sequences / batch_size)
+    sequences = count * batch_size
+    for tokens, targets in validation_batches(file, batch_size, sequences, device, here):
+        with autocast:
             total += model(tokens, targets)  # into our own tensor: a graph's output does not last
     model.train()
-    distributed.add_up(total)
+    distributed.all_reduce_sum(total)
     return total.item() / count
 
 
-def try_step(size: int, checkpointing: str) -> None:
-    """All that can run out of memory, with micro-batches of `size` sequences; leaves no trace."""
-    global model
-    raw_model.use_activation_checkpointing(checkpointing)
-    model = raw_model
-    # dynamic=False: another shape would otherwise be compiled for all shapes, and be slow
-    if not obstacle and fsdp:
-        distributed.compile_blocks(raw_model, compile_mode, checkpointing)
-    elif not obstacle:
-        model = torch.compile(raw_model, mode=compile_mode, dynamic=False)
+def try_step(size: int, checkpointing: str) -> torch.nn.Module:
+    """Run all that can run out of memory, with micro-batches of `size` sequences, leaving no trace.
+
+    Returns the model that it ran, compiled if the plan says so.
+    """
+    recompute.use_activation_checkpointing(raw_model, checkpointing)
+    model = environment.compile_model(raw_model, plan, here.shards_model, checkpointing)
     tokens = torch.zeros(size, block_size, dtype=torch.int64, device=device)
-    targets = torch.zeros_like(tokens)  # not `tokens` again: code compiled for that is of no use
+    targets = torch.zeros_like(tokens)  # a tensor of its own, as in training, or it is recompiled
+    # A CUDA graph's first run warms up, the second records, the third replays.
+    runs = 3 if plan.cuda_graphs else min(2, sequences_per_process // size)
     try:
-        for _ in range(3 if cuda_graphs else min(2, sequences_per_process // size)):
-            micro_step(tokens, targets)  # a graph runs once to warm up, is recorded, then replayed
-        if ddp and not cuda_graphs:
-            flatten_gradients(raw_model)  # what summing them takes
+        for _ in range(runs):
+            micro_step(model, tokens, targets)
+        if here.sums_gradients:
+            gradients.flatten()
         if eval_interval or eval_only:
-            with torch.no_grad(), amp:
+            with torch.no_grad(), autocast:
                 model.eval()(tokens, targets)
     finally:
         model.train()
-        optimizer.zero_grad(set_to_none=not cuda_graphs)
+        gradients.clear()
+    return model
 
 
-def print_sample() -> None:
-    """Continue the first validation tokens, through the plain model and a generator of its own, so
-    that neither CUDA graphs nor training's random numbers notice."""
-    prompt = torch.from_numpy(val_file.tokens[:8].astype("int64"))[None].to(device)
-    generator = torch.Generator(device).manual_seed(seed)
-    raw_model.eval()
-    with amp, torch.compiler.set_stance("force_eager"):
-        out = raw_model.generate(
-            prompt, 100, temperature=0.8, top_k=200, vocab_size=data_vocab, generator=generator
-        )
-    raw_model.train()
-    log.line(f"iter {iter_num:6d} | sample: {tokenizer.decode(out[0].tolist())!r}")
-    torch.cuda.empty_cache()  # blocks of other sizes than training uses; nothing without CUDA
-
-
-def save(path: Path, content: dict) -> bool:
-    """Write a checkpoint; if that fails, keep the old one, say so, and go on training."""
-    failed, content = False, distributed.gather(content)
-    try:
-        if master:
-            checkpoint.save(path, content)
-    except (OSError, RuntimeError) as error:
-        log.line(f"warning: {path} was not saved, the last good one is kept: {error}")
-        failed = True
-    return not distributed.any_of(failed)
-
-
-def weights() -> dict:
-    """What sampling needs: the content of best.pt and part of ckpt.pt."""
-    return {
+def training_state(weights_only: bool = False) -> dict:
+    """The content of ckpt.pt, all that is needed to go on bit for bit; or of best.pt."""
+    state = {
         "model": raw_model.state_dict(),
-        "model_config": raw_model.settings(),
+        "model_config": model_config.settings(),
         "config": config,
-        "tokenizer": tokenizer_meta,
+        "tokenizer": data.tokenizer,
         "pretrained_dtype": pretrained_dtype,
         "iter_num": iter_num,
         "best_val_loss": best_val_loss,
     }
-
-
-def training_state() -> dict:
-    """All that is needed to go on bit for bit: the content of ckpt.pt."""
-    return weights() | {
+    return state if weights_only else state | {
         "optimizer": optimizer.state_dict(),
         "scaler": scaler.state_dict(),
         "sequences": loader.position(iter_num),
-    }
+    }  # fmt: skip
 
 
-def stop_if_not_finite(losses: dict[str, float]) -> None:
-    """A loss that is NaN or infinite ends the run before it is saved over a good checkpoint."""
-    if not all(map(math.isfinite, losses.values())):
-        found = " and ".join(f"{name} {loss}" for name, loss in losses.items())
-        raise ValueError(
-            f"{found} at iteration {iter_num}: not finite; checkpoints in {out_dir} were not "
-            "overwritten: go on from there with a lower learning_rate, or with dtype=bfloat16"
-        )
-
-
-tokenizer = from_meta(tokenizer_meta) if sample_interval else None
-profiler = Profiler(Path(out_dir), profile and master, memory_snapshot and master)
-stop = StopRequest(alone=world_size == 1, announce=master)
-stopping, saved_iter = False, None
+try_save = partial(checkpoint.try_save, here=here, say=log.line)
+tokenizer = from_meta(data.tokenizer) if sample_interval else None
+profiler = Profiler(out_path, profile and here.master, memory_snapshot and here.master, log.line)
+stop = StopRequest(alone=here.world_size == 1, announce=here.master)
 
 # -----------------------------------------------------------------------------
 # find out whether a step fits into memory, and split it further if not: the same global batch,
 # the same data, the same loss curve
-shards = world_size if fsdp else 1
-step_memory = partial(
-    memory.estimate, model_config, n_params, dtype=dtype, compiled=not obstacle,
-    shards=shards, summed=ddp and not cuda_graphs,
-)  # fmt: skip
-wanted = batch_size, activation_checkpointing
-fitting = memory.choose_split(
-    try_step, step_memory, sequences_per_process, wanted, available_gib, auto_batch, fsdp
-)
-if fitting != wanted:
-    batch_size, activation_checkpointing = fitting
-    gradient_accumulation_steps = sequences_per_iter // batch_size
-    why = "batch_size=auto" if auto_batch else "out of memory"
-    log.line(
-        f"{why}: going on with --batch_size={batch_size} --gradient_accumulation_steps="
-        f"{gradient_accumulation_steps} --activation_checkpointing={activation_checkpointing}, "
-        "the same global batch; these flags make it permanent"
-    )
-keeps_gradients = cuda_graphs or gradient_accumulation_steps > world_size
-components = step_memory(batch_size, activation_checkpointing, keeps_gradients)
-if fsdp:
-    more = step_memory(batch_size, activation_checkpointing, keeps_gradients, gathered=True)
-    if sum(more.values()) < 0.8 * available_gib:
-        components = more
-        distributed.keep_gathered(raw_model)
-log.line(f"memory {memory.describe(components)}, by estimate")
+step = memory.Step(model_config, raw_model.num_params(), sequences_per_process, dtype, plan, here)
+wanted = memory.Split(batch_size, activation_checkpointing)
+fit = memory.fit(try_step, step, wanted, device, auto_batch)
+model, batch_size = fit.model, fit.split.batch_size
+gradient_accumulation_steps = sequences_per_iter // batch_size
+log.line(fit.report(sequences_per_iter))
 loader = DataLoader(
-    train_file, batch_size, gradient_accumulation_steps, seed, device, rank, world_size, data_offset
+    train_file, batch_size, gradient_accumulation_steps, seed, device, here, data_offset
 )
 
 # -----------------------------------------------------------------------------
 # training loop
 gc.collect()
 gc.freeze()  # set-up's many objects are no garbage; looking through them would stall a step
+log.start_clock(iter_num, sequences_per_iter * block_size, raw_model.flops_per_token(),
+                hardware.peak_flops(device, dtype, here.world_size))  # fmt: skip
 micro_batches = loader.micro_batches(iter_num)
 tokens, targets = next(micro_batches)
 loss = torch.zeros((), device=device)  # our own tensor: a CUDA graph's output would be overwritten
-logged_at, logged_iter = time.perf_counter(), iter_num
+stopping, saved_iter = False, None
 while True:
     # ---- learning rate ------------------------------------------------------
-    lr = learning_rate_at(iter_num, config)
+    lr = optim.learning_rate_at(iter_num, config)
     for group in optimizer.param_groups:
         group["lr"] = lr
 
@@ -409,82 +270,65 @@ while True:
     if due and not stopping:
         began = time.perf_counter()
         losses = {"train_loss": evaluate(train_file), "val_loss": evaluate(val_file)}
-        stop_if_not_finite(losses)
+        require_finite(losses, iter_num, out_dir)
         better = losses["val_loss"] < best_val_loss
-        note = f" | {time.perf_counter() - began:5.1f} s" + (" | best so far" if better else "")
-        log.evaluation({"iter": iter_num} | losses, note)
         best_val_loss = min(best_val_loss, losses["val_loss"])
+        log.evaluation({"iter": iter_num} | losses, time.perf_counter() - began, better)
         if eval_only:
             break
-        if iter_num > 0:
-            if better:
-                save(best_path, weights())
-            if better or always_save_checkpoint:
-                saved_iter = iter_num if save(ckpt_path, training_state()) else None
-        logged_at, logged_iter = time.perf_counter(), iter_num  # evaluation is not training time
+        if better and iter_num > 0:
+            try_save(best_path, training_state(weights_only=True))
+        if (better or always_save_checkpoint) and iter_num > 0:
+            saved_iter = iter_num if try_save(ckpt_path, training_state()) else None
+        log.restart_clock(iter_num)  # evaluation is not training time
     if sample_interval and iter_num % sample_interval == 0 and iter_num > 0:
-        print_sample()
-        logged_at, logged_iter = time.perf_counter(), iter_num
+        with autocast:
+            text = sample_while_training(raw_model, val_file.tokens[:8], tokenizer, seed)
+        log.line(f"iter {iter_num:6d} | sample: {text!r}")
+        log.restart_clock(iter_num)
     if finished or stopping:
         break
 
     # ---- micro-steps --------------------------------------------------------
-    torch.manual_seed(hash((seed, iter_num, rank)))  # dropout too does not depend on a resume
+    torch.manual_seed(hash((seed, iter_num, here.rank)))  # dropout too does not depend on a resume
     loss.zero_()
-    for _ in range(gradient_accumulation_steps // world_size):
-        loss += micro_step(tokens, targets)
+    for _ in range(gradient_accumulation_steps // here.world_size):
+        loss += micro_step(model, tokens, targets)
         tokens, targets = next(micro_batches)  # now, while the device is busy with this one
 
     # ---- clip and step ------------------------------------------------------
-    if ddp:
-        distributed.add_up(flat_gradient if cuda_graphs else flatten_gradients(raw_model))
+    gradients.sum_over_processes()
     scaler.unscale_(optimizer)
-    grad_norm = clip_in_step(optimizer, grad_clip)
-    shown = iter_num % log_interval == 0 or iter_num + 1 == max_iters
-    if shown:  # copied already, so that reading it does not wait for the optimizer
-        distributed.add_up(loss)
+    grad_norm = optim.clip_in_step(optimizer, grad_clip)
+    logging = iter_num % log_interval == 0 or iter_num + 1 == max_iters
+    if logging:  # copied already, so that reading it does not wait for the optimizer
+        distributed.all_reduce_sum(loss)
         read_numbers = hardware.read_later(loss, grad_norm)
     scaler.step(optimizer)
     scaler.update()
-    optimizer.zero_grad(set_to_none=not cuda_graphs)
-    stopping = distributed.any_of(stop.requested)
+    gradients.clear()
+    stopping = distributed.any_process(stop.requested)
 
     # ---- log ----------------------------------------------------------------
-    if shown:
+    if logging:
         loss_now, norm_now = read_numbers()  # waits for the device
-        seconds = (time.perf_counter() - logged_at) / (iter_num + 1 - logged_iter)
-        logged_at, logged_iter = time.perf_counter(), iter_num + 1
-        log.step({
-            "iter": iter_num,
-            "loss": loss_now,
-            "lr": lr,
-            "grad_norm": norm_now,
-            "ms": seconds * 1e3,
-            "tokens_per_s": tokens_per_iter / seconds,
-            "mfu": flops_per_iter / seconds / (peak_flops * world_size) if peak_flops else None,
-            "memory_gib": hardware.peak_memory_gib(device),
-        })  # fmt: skip
-        stop_if_not_finite({"loss": loss_now})
+        log.step(iter_num, loss_now, lr, norm_now, hardware.peak_memory_gib(device))
+        require_finite({"loss": loss_now}, iter_num, out_dir)
     iter_num += 1
     log.progress(iter_num)
-    written = profiler.step()
-    if written:
-        log.line(written)
+    profiler.step()
 
 # -----------------------------------------------------------------------------
-saved_last = eval_only or saved_iter == iter_num or save(ckpt_path, training_state())
+# the end
+saved = eval_only or saved_iter == iter_num or try_save(ckpt_path, training_state())
 log.close()
 distributed.stop()
-if not saved_last:
+if not saved:
     raise SystemExit(f"error: the last checkpoint at iteration {iter_num} was not saved")
-if not master:
+if not here.master:
     distributed.leave()
-if eval_only:
-    sys.exit()
 if stopping:
-    command = [argument for argument in sys.argv[1:] if not argument.startswith("--init_from=")]
-    print(f"stopped at iteration {iter_num}, saved {ckpt_path}; to go on:")
-    print(f"  {shlex.join([*distributed.launcher(), sys.argv[0], *command, '--init_from=resume'])}")
-else:
+    print(f"stopped at iteration {iter_num}, saved {ckpt_path}; to go on:\n  {how_to_go_on()}")
+elif not eval_only:
     print(f"finished at iteration {iter_num}, best val loss {best_val_loss:.4f}; to see samples:")
     print(f"  python sample.py --out_dir={out_dir}")

@@ -4,7 +4,7 @@
     python dev/compare.py config/train_gpt2.py --folders=../before,. --batch_size=32
 
 Clocks, power and neighbours change a GPU's speed by more than most changes to the code do. So the
-checkouts' models (model.py, loss.py, linear.py) share weights and optimizer in one process and take
+checkouts' models (model.py and what it imports) share weights and optimizer in one process and take
 turns, and what is printed is the mean of their differences, with its standard error.
 """
 
@@ -16,20 +16,19 @@ from pathlib import Path
 from types import ModuleType
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-import environment  # before torch, as in train.py
+from steady import hardware
+from steady.optim import allocate_state, build_optimizer, clip_in_step
 
 import torch
 
-import hardware
 from configurator import configure
-from optim import allocate_state, build_optimizer, clip_in_step
 
 # comparison
 folders = "."  # checkouts, separated by commas; the others are compared with the first
 rounds = 12  # turns of each
 steps = 3  # steps in a turn
 
-config = configure(globals(), base=Path(environment.__file__).parent / "train.py")
+config = configure(globals(), base=Path(__file__).parents[1] / "train.py")
 device = hardware.choose_device(config["device"])
 dtype = hardware.choose_dtype(config["dtype"], device)
 names = folders.split(",")
@@ -37,15 +36,17 @@ if rounds < 2 or steps < 1:
     raise ValueError(f"rounds={rounds} must be at least 2, steps={steps} at least 1")
 
 
-def import_model(folder: str) -> ModuleType:
-    """The checkout's model.py, with its own loss.py and linear.py."""
+def import_model(folder: str) -> tuple[ModuleType, ModuleType]:
+    """The checkout's model.py, with all that it imports from its own steady/; and its
+    steady/recompute.py."""
     if not Path(folder, "model.py").is_file():
         raise ValueError(f"--folders: there is no {Path(folder, 'model.py')}")
-    for name in ("model", "loss", "linear"):
-        sys.modules.pop(name, None)
+    for name in list(sys.modules):
+        if name == "model" or name.partition(".")[0] == "steady":
+            del sys.modules[name]
     sys.path.insert(0, folder)
     try:
-        return importlib.import_module("model")
+        return importlib.import_module("model"), importlib.import_module("steady.recompute")
     finally:
         sys.path.remove(folder)
 
@@ -67,11 +68,11 @@ shape = config["batch_size"], config["block_size"]
 tokens, targets = (torch.randint(vocab_size, shape, device=device) for _ in range(2))
 first, models, peaks = None, [], []
 for name in names:
-    module = import_model(name)
+    module, recompute = import_model(name)
     settings = module.GPTConfig.from_settings(config, vocab_size)
     model = module.GPT(settings).to(device)
     model.use_cudnn_attention(hardware.cudnn_attention(device, dtype, settings.head_dim))
-    model.use_activation_checkpointing(config["activation_checkpointing"])
+    recompute.use_activation_checkpointing(model, config["activation_checkpointing"])
     if first is None:
         first = model
         betas = config["beta1"], config["beta2"]

@@ -13,18 +13,17 @@ import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-import environment  # before torch, as in train.py
+from steady import hardware
+from steady.optim import build_optimizer, clip_in_step
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-import hardware
 from configurator import read_settings, resolve
 from model import GPT, GPTConfig
-from optim import build_optimizer, clip_in_step
 
-ROOT = Path(environment.__file__).parent
+ROOT = Path(__file__).parents[1]
 config = resolve(
     read_settings(ROOT / "train.py"), [str(ROOT / "config" / "train_shakespeare_char_cpu.py")]
 )

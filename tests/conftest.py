@@ -17,10 +17,10 @@ sys.path[:0] = [str(ROOT), str(ROOT / "data")]
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # no test depends on a network
 
-import torch  # noqa: E402
+from steady.prepare import split_text, write_dataset  # noqa: E402
+from steady.tokenizer import CharTokenizer  # noqa: E402
 
-from tokenizer import CharTokenizer  # noqa: E402
-from writer import split_text, write_dataset  # noqa: E402
+import torch  # noqa: E402
 
 # Sums such as "12+34=46": learnable, and the same on every machine.
 SUMS = "".join(f"{a}+{b}={a + b}\n" for a, b in ((i * 7 % 100, i * 13 % 97) for i in range(2000)))

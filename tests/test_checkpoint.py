@@ -3,11 +3,11 @@ import pickle
 import subprocess
 import sys
 
+from steady import checkpoint
+
 import pytest
 import torch
 from conftest import ROOT
-
-import checkpoint
 
 
 def test_round_trip(tmp_path):
@@ -78,7 +78,8 @@ def test_foreign_and_missing_checkpoints_are_named(tmp_path):
 
 
 FULL_DISK = """
-import resource, signal, sys, torch, checkpoint
+import resource, signal, sys, torch
+from steady import checkpoint
 from pathlib import Path
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
@@ -112,7 +113,7 @@ def test_f30_kill_while_saving_keeps_a_whole_checkpoint(tmp_path):
     path = tmp_path / "ckpt.pt"
     checkpoint.save(path, {"iter_num": 0, "w": torch.zeros(2_000_000)})
     script = (
-        "import sys, itertools, torch, checkpoint; from pathlib import Path\n"
+        "import sys, itertools, torch; from pathlib import Path; from steady import checkpoint\n"
         "w = torch.zeros(2_000_000)\n"
         "for i in itertools.count(1):\n"
         "    checkpoint.save(Path(sys.argv[1]), {'iter_num': i, 'w': w}); print(i, flush=True)\n"

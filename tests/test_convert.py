@@ -2,14 +2,15 @@
 
 import json
 
+from steady import checkpoint
+from steady.tokenizer import ByteTokenizer, CharTokenizer, GPT2Tokenizer, HFTokenizer, from_meta
+
 import pytest
 import torch
 from conftest import TINY
 
-import checkpoint
 import convert
 from model import GPT, GPTConfig
-from tokenizer import ByteTokenizer, CharTokenizer, GPT2Tokenizer, HFTokenizer, from_meta
 
 transformers = pytest.importorskip("transformers")
 safetensors_torch = pytest.importorskip("safetensors.torch")
@@ -144,7 +145,7 @@ def test_tokenizers_travel_to_transformers(tmp_path, kind, gpt2_files):
         "byte": ByteTokenizer,
         "gpt2": GPT2Tokenizer,
     }[kind]()
-    from tokenizer import write_hf_tokenizer
+    from steady.tokenizer import write_hf_tokenizer
 
     write_hf_tokenizer(ours.meta(), tmp_path)
     loaded = transformers.AutoTokenizer.from_pretrained(tmp_path)
@@ -162,7 +163,7 @@ def test_tokenizers_travel_to_transformers(tmp_path, kind, gpt2_files):
 @pytest.fixture
 def foreign(tmp_path):
     """A folder as from the hub: bfloat16 weights and a tokenizer.json."""
-    from tokenizer import write_hf_tokenizer
+    from steady.tokenizer import write_hf_tokenizer
 
     folder = tmp_path / "foreign"
     model = theirs("Qwen3", vocab_size=257, head_dim=32, eos_token_id=256, bos_token_id=256)

@@ -4,12 +4,12 @@ import gzip
 import json
 from types import SimpleNamespace
 
+from steady.dataloader import TokenFile, read_meta
+from steady.prepare import split_text, write_dataset
+from steady.tokenizer import ByteTokenizer, CharTokenizer, GPT2Tokenizer, from_meta
+
 import numpy as np
 import pytest
-
-from dataloader import TokenFile, read_meta
-from tokenizer import ByteTokenizer, CharTokenizer, GPT2Tokenizer, from_meta
-from writer import split_text, write_dataset
 
 
 def read(folder, split):
@@ -219,7 +219,7 @@ def test_f38_hub_data_sets_are_read_as_parquet(run, tmp_path, repository, gpt2_f
 def test_processes_streaming_and_interruptions_change_nothing(
     run, tmp_path, repository, monkeypatch
 ):
-    import hub
+    from steady import prepare as hub
 
     monkeypatch.setattr(hub, "DOCUMENTS_PER_SHARD", 100)  # as many as there are files
     contents = {}
@@ -256,7 +256,7 @@ def test_processes_streaming_and_interruptions_change_nothing(
 
 
 def test_a_disk_too_small_is_noticed_before_writing(tmp_path, repository, monkeypatch):
-    import hub
+    from steady import prepare as hub
 
     monkeypatch.setattr(hub.shutil, "disk_usage", lambda path: SimpleNamespace(free=100))
     with pytest.raises(ValueError, match=r"needs about 0.0 GiB, but 0.0 are free"):

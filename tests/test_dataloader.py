@@ -1,11 +1,19 @@
 import json
 import os
 
+from steady.dataloader import (
+    DataLoader,
+    TokenFile,
+    permute,
+    read_meta,
+    scramble,
+    validation_batches,
+)
+from steady.distributed import Place
+
 import numpy as np
 import pytest
 import torch
-
-from dataloader import DataLoader, TokenFile, permute, read_meta, scramble, validation_batches
 
 CPU = torch.device("cpu")
 
@@ -23,7 +31,7 @@ def loader(path, block_size=8, batch_size=2, accumulation=4, seed=1, **more):
 def first_tokens(loader, steps, first=0):
     """The first token of every sequence of `steps` steps, one sorted list per step."""
     batches = loader.micro_batches(first)
-    per_step = loader.accumulation // loader.world_size
+    per_step = loader.accumulation // loader.here.world_size
     return [
         sorted(t for _ in range(per_step) for t in next(batches)[0][:, 0].tolist())
         for _ in range(steps)
@@ -56,7 +64,7 @@ def test_global_batch_does_not_depend_on_its_split(ramp, batch_size, accumulatio
 
 
 def test_f26_processes_draw_disjoint_slices_of_the_same_global_batch(ramp):
-    parts = [first_tokens(loader(ramp, rank=r, world_size=2), 5) for r in range(2)]
+    parts = [first_tokens(loader(ramp, here=Place(r, r, 2)), 5) for r in range(2)]
     for step, expected in enumerate(first_tokens(loader(ramp), 5)):
         assert not set(parts[0][step]) & set(parts[1][step])
         assert sorted(parts[0][step] + parts[1][step]) == expected
@@ -110,7 +118,8 @@ def test_f23_validation_windows_are_fixed_and_divided_among_processes(ramp):
     starts = torch.cat(whole)[:, 0]
     assert starts[0] == 0 and starts[-1] == 1000 - 9 and (starts.diff() > 0).all()
     parts = [
-        [tokens for tokens, _ in validation_batches(file, 4, 32, CPU, rank, 2)] for rank in (0, 1)
+        [tokens for tokens, _ in validation_batches(file, 4, 32, CPU, Place(rank, rank, 2))]
+        for rank in (0, 1)
     ]
     assert len(parts[0]) == len(parts[1]) == 4
     assert torch.equal(torch.cat(parts[0] + parts[1]).sort(0).values, torch.cat(whole))
@@ -153,7 +162,7 @@ def test_f37_token_outside_the_vocabulary_is_found_when_opened(tmp_path):
 
 
 def test_f37_token_outside_the_vocabulary_beyond_the_scan_is_found_when_read(tmp_path, monkeypatch):
-    monkeypatch.setattr("dataloader.SCAN_TOKENS", 100)
+    monkeypatch.setattr("steady.dataloader.SCAN_TOKENS", 100)
     path = write(tmp_path / "train.bin", [1] * 200 + [70] * 20)
     file = TokenFile(path, 8, 65)
     with pytest.raises(ValueError, match="token id 70"):
@@ -194,7 +203,7 @@ def test_missing_validation_file_and_broken_meta_are_named(tmp_path):
 
 
 def test_a_bad_batch_ends_the_run_instead_of_hanging(tmp_path, monkeypatch):
-    monkeypatch.setattr("dataloader.SCAN_TOKENS", 1)
+    monkeypatch.setattr("steady.dataloader.SCAN_TOKENS", 1)
     path = write(tmp_path / "train.bin", [1] + [70] * 200)
     bad = DataLoader(TokenFile(path, 8, 65), 2, 1, 1, CPU)
     with pytest.raises(ValueError, match="token id 70"):

@@ -8,6 +8,13 @@ import sys
 import time
 from pathlib import Path
 
+from steady import checkpoint, distributed, environment
+from steady.dataloader import TokenFile, validation_batches
+from steady.distributed import Place
+from steady.optim import Gradients, allocate_state, build_optimizer, clip_in_step
+from steady.recompute import use_activation_checkpointing
+from steady.runlog import read_metrics
+
 import forked
 import pytest
 import torch
@@ -15,12 +22,7 @@ from conftest import ROOT, TINY, free_port
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import checkpoint
-import distributed
-from dataloader import TokenFile, validation_batches
 from model import GPT, GPTConfig
-from optim import allocate_state, build_optimizer, clip_in_step
-from runlog import read_metrics
 
 # Five evaluation batches do not divide by two.
 SETTINGS = [*TINY, "--gradient_accumulation_steps=4", "--eval_iters=5", "--max_iters=20"]
@@ -122,8 +124,8 @@ def assert_same_curve(out, alone):
 # ---- one loss curve ---------------------------------------------------------------------------
 
 BOTH_BLOCKS_TOGETHER = """
-import environment, distributed
-distributed.blocks_together = lambda n_layer, block_params: n_layer
+from steady import distributed
+distributed.blocks_per_exchange = lambda n_layer, block_params: n_layer
 """
 
 
@@ -179,28 +181,29 @@ def test_f23_every_process_evaluates_equally_many_batches(sums):
     file = TokenFile(sums / "val.bin", 16, 64)
     device = torch.device("cpu")
     whole = [tokens for tokens, _ in validation_batches(file, 2, 10, device)]
-    first, second = (list(validation_batches(file, 2, 10, device, r, 2)) for r in (0, 1))
+    first, second = (list(validation_batches(file, 2, 10, device, Place(r, r, 2))) for r in (0, 1))
     assert len(whole) == 5 and len(first) == len(second) == 3
     assert torch.equal(torch.cat([b[0] for pair in zip(first, second, strict=True) for b in pair])
                        [:10], torch.cat(whole))  # fmt: skip
     assert (second[-1][1] == -1).all() and (first[-1][1] != -1).all()
 
 
-def test_f12_gradients_are_one_flat_tensor_that_zeroing_keeps():
-    from optim import flatten_gradients
-
+def test_f12_gradients_are_one_flat_tensor_that_clearing_keeps():
     model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Linear(2, 1))
     model(torch.ones(1, 3)).sum().backward()
-    gradients = [p.grad.clone() for p in model.parameters()]
-    assert torch.equal(flatten_gradients(model), torch.cat([g.flatten() for g in gradients]))
-    assert all(map(torch.equal, (p.grad for p in model.parameters()), gradients))
-    model.zero_grad(set_to_none=True)
-    flat = flatten_gradients(model)
-    model(torch.ones(1, 3)).sum().backward()
-    assert torch.equal(flat, torch.cat([g.flatten() for g in gradients]))
-    assert flat.abs().sum() > 0
-    torch.optim.SGD(model.parameters()).zero_grad(set_to_none=False)
-    assert flat.abs().sum() == 0 and model[0].weight.grad.data_ptr() == flat.data_ptr()
+    expected = [p.grad.clone() for p in model.parameters()]
+    moved = Gradients(model, keep=False, summed=True)
+    moved.flatten()
+    assert torch.equal(moved.flat, torch.cat([g.flatten() for g in expected]))
+    assert all(map(torch.equal, (p.grad for p in model.parameters()), expected))
+    moved.clear()
+    assert all(p.grad is None for p in model.parameters())
+    kept = Gradients(model, keep=True, summed=False)
+    for _ in range(2):
+        kept.clear()
+        model(torch.ones(1, 3)).sum().backward()
+        assert torch.equal(kept.flat, torch.cat([g.flatten() for g in expected]))
+    assert model[0].weight.grad.data_ptr() == kept.flat.data_ptr()
 
 
 # ---- faults -----------------------------------------------------------------------------------
@@ -270,8 +273,8 @@ def test_different_settings_are_detected_and_end_all_processes_at_once(launch, t
 
 
 KNOWN_PEAK = """
-import environment, hardware
-hardware.peak_flops = lambda device, dtype: 1e12
+from steady import hardware
+hardware.peak_flops = lambda device, dtype, devices: devices * 1e12
 """
 
 
@@ -286,7 +289,7 @@ def test_f20_mfu_counts_every_process(launch, tmp_path):
 # Process 1 runs out of memory with more than one sequence.
 ONE_RUNS_OUT = """
 import os, torch
-import environment, model
+import model
 forward = model.GPT.forward
 def limited(self, tokens, targets=None, cache=None):
     if os.environ["RANK"] == "1" and self.training and len(tokens) > 1:
@@ -305,7 +308,7 @@ def test_f15_one_process_out_of_memory_makes_all_split_further(launch, alone, tm
 # What is left of process 1's memory is not enough for a micro-batch of 4.
 ONE_HAS_LITTLE = """
 import os
-import distributed, environment, hardware
+from steady import distributed, hardware
 hardware.available_memory_gib = lambda device: (1.0, 0.0007)[int(os.environ["RANK"])]
 keep_gathered = distributed.keep_gathered
 distributed.keep_gathered = lambda model: (print("keeps gathered weights"), keep_gathered(model))
@@ -359,8 +362,9 @@ def test_divided_blocks_compile_with_selective_checkpointing(divided, monkeypatc
 
     torch_compile = torch.compile
     monkeypatch.setattr(torch, "compile", graphs_only)
-    distributed.compile_blocks(divided, "default", "selective")
-    divided.use_activation_checkpointing("selective")
+    use_activation_checkpointing(divided, "selective")
+    plan = environment.Plan(None, "default", False)
+    environment.compile_model(divided, plan, by_block=True, checkpointing="selective")
     tokens = torch.zeros(1, 8, dtype=torch.int64)
     divided(tokens, tokens).backward()
     assert all(p.grad is not None for p in divided.parameters())
@@ -370,7 +374,7 @@ def test_divided_blocks_compile_with_selective_checkpointing(divided, monkeypatc
     ("n_layer", "millions", "together"), [(48, 30.8, 4), (32, 202, 1), (12, 7.1, 3), (2, 0.1, 1)]
 )
 def test_large_blocks_are_exchanged_alone(n_layer, millions, together):
-    assert distributed.blocks_together(n_layer, int(1e6 * millions)) == together
+    assert distributed.blocks_per_exchange(n_layer, int(1e6 * millions)) == together
 
 
 class SeesDTensors(TorchDispatchMode):

@@ -5,7 +5,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-import environment
+from steady import environment
+from steady.distributed import Place
+from steady.environment import Plan
 
 import pytest
 import torch
@@ -137,12 +139,6 @@ def test_f06_allocator_variable_is_set_before_torch_unless_the_user_did(user, ex
     assert found.stdout.strip() == str(expected), found.stderr
 
 
-@pytest.mark.parametrize("script", ["train.py", "sample.py", "convert.py"])
-def test_f06_scripts_import_environment_before_torch(script):
-    text = (ROOT / script).read_text(encoding="utf-8")
-    assert 0 < text.index("\nimport environment") < text.index("\nimport torch")
-
-
 def test_report_runs_here_and_names_every_part():
     rows = environment.report()
     names = [name for _, name, _ in rows]
@@ -154,7 +150,7 @@ def test_report_runs_here_and_names_every_part():
 def test_report_runs_without_torch_and_without_a_compiler(tmp_path):
     script = (
         "import sys; sys.modules['torch'] = None\n"
-        "import runpy; runpy.run_path('environment.py', run_name='__main__')\n"
+        "import runpy; runpy.run_module('steady.environment', run_name='__main__')\n"
     )
     found = subprocess.run(
         [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True,
@@ -169,8 +165,9 @@ def test_training_modules_need_torch_and_numpy_only():
         "import sys\n"
         "for name in ('tiktoken', 'datasets', 'wandb', 'tqdm', 'transformers', 'tokenizers'):\n"
         "    sys.modules[name] = None\n"
-        "import environment, hardware, model, loss, dataloader, checkpoint, optim, configurator\n"
-        "import tokenizer, runlog, stop\n"
+        "from steady import checkpoint, dataloader, distributed, environment, generate, hardware\n"
+        "from steady import loss, memory, optim, profiler, recompute, runlog, stop, tokenizer\n"
+        "import configurator, convert, model\n"
     )
     found = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True)
     assert found.returncode == 0, found.stderr
@@ -182,9 +179,11 @@ def test_f05_a_mode_that_cannot_help_here_is_said_at_the_start(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: few)
     monkeypatch.setattr(environment, "expandable_segments", lambda: False)
     gpu = torch.device("cuda")
-    shown = environment.summary(gpu, torch.bfloat16, None, "max-autotune")
+    shown = environment.summary(gpu, torch.bfloat16, Plan(None, "max-autotune", True), Place())
     assert "not autotuned: 40 multiprocessors, 68 are needed" in shown
     assert "without expandable segments" in shown
-    assert "autotuned" not in environment.summary(gpu, torch.bfloat16, None, "default")
-    shown = environment.summary(CPU, torch.float32, None, "reduce-overhead")
+    assert "autotuned" not in environment.summary(
+        gpu, torch.bfloat16, Plan(None, "default", False), Place()
+    )
+    shown = environment.summary(CPU, torch.float32, Plan(None, "reduce-overhead", False), Place())
     assert "without CUDA graphs on cpu" in shown

@@ -12,8 +12,17 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
-import environment
+from steady import environment, hardware, recompute
+from steady.generate import generate
+from steady.linear import linear
+from steady.loss import linear_cross_entropy
+from steady.optim import Gradients
+from steady.prepare import split_text, write_dataset
+from steady.recompute import use_activation_checkpointing
+from steady.runlog import read_metrics
+from steady.tokenizer import CharTokenizer
 
 import pytest
 import torch
@@ -22,15 +31,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-import hardware
-import model as model_module
-from linear import linear
-from loss import linear_cross_entropy
 from model import GPT, GPTConfig
-from optim import flatten_gradients
-from runlog import read_metrics
-from tokenizer import CharTokenizer
-from writer import split_text, write_dataset
 
 pytestmark = [
     pytest.mark.gpu,
@@ -59,7 +60,7 @@ SMALL = [
 # Runs train.py and writes what only its process knows to out_dir/state.json.
 WATCHED = """
 import json, os, runpy, sys, torch
-import environment, runlog
+from steady import environment, runlog
 from torch._dynamo.utils import counters
 evaluation, seen = runlog.RunLog.evaluation, []
 def watch(self, entry, note=""):
@@ -223,11 +224,11 @@ def directional(model, function, tokens, targets, eps=1e-2):
         torch.compiler.cudagraph_mark_step_begin()
         return function(tokens, targets)
 
-    gradient = flatten_gradients(model)
+    gradients = Gradients(model, keep=True, summed=False)
     for _ in range(3):  # a graph's warm-up, recording, replay
-        gradient.zero_()
+        gradients.clear()
         loss().backward()
-    length = gradient.norm()
+    length = gradients.flat.norm()
     assert loss().item() == loss().item()
 
     @torch.no_grad()
@@ -250,15 +251,14 @@ def test_f12_dropout_that_is_recomputed_is_the_same(kind, mode, monkeypatch):
     model = GPT(GPTConfig(block_size=128, vocab_size=512, n_layer=4, n_head=4, n_embd=128,
                           dropout=0.3)).cuda()  # fmt: skip
     if kind != "naive":
-        model.use_activation_checkpointing(kind)
+        use_activation_checkpointing(model, kind)
     elif mode == "off":  # attention is kept and draws once, the dropout after it twice
-        monkeypatch.setattr(model_module, "KEPT", model_module.KEPT[1:])
-        model.use_activation_checkpointing("selective")
+        dropout = torch.ops.aten.native_dropout.default
+        monkeypatch.setattr(recompute, "KEPT", recompute.KEPT - {dropout})
+        use_activation_checkpointing(model, "selective")
     else:  # attention is recomputed
         for block in model.blocks:
-            block.forward = lambda x, rope, block=block: checkpoint(
-                block.compute, x, rope, use_reentrant=False
-            )
+            block.forward = partial(checkpoint, block.forward, use_reentrant=False)
     function = model if mode == "off" else torch.compile(model, mode=mode, dynamic=False)
     tokens, targets = torch.randint(512, (2, 8, 128), device="cuda")
     try:
@@ -359,7 +359,7 @@ def test_f04_naive_varying_shapes_record_a_graph_each():
 
 def expandable(**variables):
     clean = {k: v for k, v in os.environ.items() if k not in environment.ALLOCATOR_VARIABLES}
-    script = "import environment; print(environment.expandable_segments())"
+    script = "from steady import environment; print(environment.expandable_segments())"
     if "naive" in variables:
         script = (
             "import os, torch\n"
@@ -488,8 +488,12 @@ def test_f41_a_recorded_decoding_step_draws_the_same_within_and_beyond_the_conte
     model = GPT(config).to("cuda", dtype).eval()
     prompt = torch.randint(64, (3, 5), device="cuda")
     plain, recorded = (
-        model.generate(
-            prompt, 70, generator=torch.Generator("cuda").manual_seed(1), cuda_graph=cuda_graph
+        generate(
+            model,
+            prompt,
+            70,
+            generator=torch.Generator("cuda").manual_seed(1),
+            cuda_graph=cuda_graph,
         )
         for cuda_graph in (False, True)
     )
@@ -508,7 +512,7 @@ def test_f41_a_recorded_decoding_step_is_faster(batch_size):
     for cuda_graph in (False, True, False, True):  # the first of each warms up
         torch.cuda.synchronize()
         began = time.perf_counter()
-        model.generate(prompt, 500, temperature=0.8, top_k=200, cuda_graph=cuda_graph).tolist()
+        generate(model, prompt, 500, temperature=0.8, top_k=200, cuda_graph=cuda_graph).tolist()
         seconds[cuda_graph] = time.perf_counter() - began
     rates = {name: 500 * batch_size / taken for name, taken in seconds.items()}
     print(f"\nbatch {batch_size}: {rates[False]:,.0f} tokens/s plain, {rates[True]:,.0f} recorded")
@@ -651,16 +655,17 @@ def test_fsdp_never_holds_a_whole_model_on_a_gpu(tmp_path):
     script = tmp_path / "shard.py"
     script.write_text(
         f"import sys; sys.path[:0] = [{str(ROOT)!r}]\n"
-        "import environment, torch, distributed, hardware\n"
+        "import torch\n"
+        "from steady import distributed, hardware\n"
         "from model import GPT, GPTConfig\n"
-        "rank = distributed.place()[0]\n"
-        "device = hardware.choose_device('cuda', rank)\n"
-        "distributed.start(device, 'auto', {})\n"
+        "here = distributed.place('fsdp')\n"
+        "device = hardware.choose_device('cuda', here.rank)\n"
+        "distributed.start(here, device, 'auto', {})\n"
         "model = GPT(GPTConfig(n_layer=24))\n"
         "whole = 4 * model.num_params()\n"
         "if sys.argv[1] == 'naive': model.to(device)\n"
         "distributed.shard(model, device, torch.bfloat16)\n"
-        "if rank == 0: print('share', torch.cuda.max_memory_allocated() / whole)\n"
+        "if here.master: print('share', torch.cuda.max_memory_allocated() / whole)\n"
         "distributed.stop(); distributed.leave()\n"
     )
     shares = []

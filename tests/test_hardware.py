@@ -6,13 +6,12 @@ import subprocess
 import sys
 import types
 
-import environment  # noqa: F401  before torch
+from steady import hardware
 
 import pytest
 import torch
 from conftest import ROOT
 
-import hardware
 from model import GPT, GPTConfig
 
 CPU = torch.device("cpu")
@@ -51,7 +50,8 @@ def test_f20_mfu_only_where_the_peak_is_known(monkeypatch):
 @pytest.mark.parametrize("kept", [False, True])
 def test_freed_memory_is_kept_from_step_to_step(kept):
     script = (
-        "import resource, environment, hardware, torch\n"
+        "import resource, torch\n"
+        "from steady import hardware\n"
         "from model import GPT, GPTConfig\n"
         f"if {kept}: hardware.keep_freed_memory()\n"
         "model = GPT(GPTConfig(block_size=64, vocab_size=128, n_layer=4, n_head=4, n_embd=128))\n"

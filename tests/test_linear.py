@@ -1,8 +1,8 @@
+from steady.linear import Linear, linear
+
 import pytest
 import torch
 from torch.nn import functional as F
-
-from linear import Linear, linear
 
 
 def gradients(function, x, weight, dtype=torch.bfloat16):

@@ -1,16 +1,24 @@
-import math
-from functools import partial
+from steady import distributed, memory
+from steady.distributed import Place
+from steady.environment import Plan
+from steady.memory import Split, Step, describe, estimate, fit, splits_to_try
 
 import pytest
 import torch
 
-from memory import choose_split, describe, estimate, fit_batch, splits_to_try
 from model import GPTConfig
 
+COMPILED, EAGER = Plan(None, "default", False), Plan("compile=False", "default", False)
+GPT2_PARAMS = 123_587_328
 
-def splits(batch_size, per_step, checkpointing="none", available=math.inf):
-    needs = partial(estimate, GPTConfig(), 123_587_328)
-    return splits_to_try(needs, per_step, batch_size, checkpointing, available, slack=1.1)
+
+def gpt2_step(sequences, **more):
+    options = {"dtype": torch.bfloat16, "plan": COMPILED, "here": Place()} | more
+    return Step(GPTConfig(), GPT2_PARAMS, sequences, **options)
+
+
+def splits(batch_size, sequences, checkpointing="none", limit_gib=1e9, auto=False):
+    return splits_to_try(gpt2_step(sequences), Split(batch_size, checkpointing), limit_gib, auto)
 
 
 def test_splits_halve_and_divide_the_step_then_checkpoint():
@@ -23,77 +31,86 @@ def test_splits_halve_and_divide_the_step_then_checkpoint():
 
 
 def test_what_cannot_fit_is_not_tried():
-    assert splits(64, 64, available=12.0)[0] == (32, "none")
-    assert splits(64, 64, available=4.0)[0][0] < 16
-    assert splits(64, 64, available=0.1) == [(1, "block")]
+    assert splits(64, 64, limit_gib=13.2)[0] == (32, "none")
+    assert splits(64, 64, limit_gib=4.4)[0][0] < 16
+    assert splits(64, 64, limit_gib=0.11) == [(1, "block")]
 
 
 def test_auto_tries_every_divisor_from_the_largest_plausible_down():
-    sizes = [size for size, kind in splits(None, 480, available=12.0) if kind == "none"]
+    found = splits(12, 480, limit_gib=13.2, auto=True)
+    sizes = [size for size, kind in found if kind == "none"]
     assert sizes[:4] == [32, 30, 24, 20] and sizes[-1] == 1
     assert all(480 % size == 0 for size in sizes)
 
 
-def test_fit_batch_takes_the_first_that_fits_and_lets_processes_agree():
-    tried = []
+def runs_out_above(size, message="CUDA out of memory."):
+    """A trial step that needs too much memory with more than `size` sequences."""
 
-    def trial(size, checkpointing):
-        tried.append(size)
-        if size > 2:
-            raise torch.OutOfMemoryError("CUDA out of memory.")
+    def try_step(batch_size, checkpointing):
+        try_step.tried.append(batch_size)
+        if batch_size > size:
+            raise RuntimeError(message)
+        return "the model"
 
-    assert fit_batch(trial, splits(8, 8)) == (2, "none")
-    assert tried == [8, 4, 2]
-    answers = iter([False, True, False])  # another process fails where this one does not
-    small = [(2, "none"), (1, "none"), (1, "block")]
-    assert fit_batch(lambda *_: None, small, lambda failed: not next(answers)) == (1, "none")
-    assert fit_batch(trial, [(8, "none")]) is None
+    try_step.tried = []
+    return try_step
+
+
+CPU = torch.device("cpu")
+
+
+def test_the_first_split_that_fits_is_taken_and_processes_agree(monkeypatch):
+    try_step = runs_out_above(2)
+    found = fit(try_step, gpt2_step(8), Split(8, "none"), CPU)
+    assert found.split == (2, "none") and found.model == "the model"
+    assert try_step.tried == [8, 4, 2]
+    assert "out of memory: going on with --batch_size=2 --grad" in found.report(8)
+    answers = iter([True, False])  # another process fails where this one does not
+    monkeypatch.setattr(distributed, "any_process", lambda failed: next(answers))
+    found = fit(runs_out_above(8), gpt2_step(2), Split(2, "none"), CPU)
+    assert found.split == (1, "none")
+
+
+def test_nothing_fits():
+    with pytest.raises(ValueError, match="even with one sequence and activation checkpointing"):
+        fit(runs_out_above(0), gpt2_step(8), Split(8, "none"), CPU)
 
 
 @pytest.mark.parametrize(("auto", "size"), [(False, 16), (True, 24)])
-def test_with_fsdp_only_what_fits_by_the_estimate_is_tried(auto, size):
-    needs = partial(estimate, GPTConfig(), 123_587_328)
-    tried = []
-    found = choose_split(
-        lambda *split: tried.append(split), needs, 480, (64, "none"), 11.5, auto, fsdp=True
-    )
-    assert found == (size, "none") and tried == [found]
-
-    def full(size, checkpointing):
-        raise torch.OutOfMemoryError("CUDA out of memory.")
-
+def test_with_fsdp_only_what_fits_by_the_estimate_is_tried(monkeypatch, auto, size):
+    monkeypatch.setattr(memory.hardware, "available_memory_gib", lambda device: 6.6)
+    monkeypatch.setattr(distributed, "keep_gathered", lambda model: None)
+    step, wanted = gpt2_step(480, here=Place(0, 0, 4, "fsdp")), Split(64, "none")
+    try_step = runs_out_above(1000)
+    found = fit(try_step, step, wanted, CPU, auto)
+    assert found.split == (size, "none") and try_step.tried == [size]
     with pytest.raises(ValueError, match=f"with {size} sequences: use --batch_size={size // 2}"):
-        choose_split(full, needs, 480, (64, "none"), 11.5, auto, fsdp=True)
+        fit(runs_out_above(0), step, wanted, CPU, auto)
 
 
 def test_libraries_out_of_memory_count_and_other_errors_do_not():
-    def raising(message):
-        def trial(size, checkpointing):
-            if size > 1:
-                raise RuntimeError(message)
-
-        return trial
-
-    two = [(2, "none"), (1, "none")]
-    assert fit_batch(raising("CUBLAS_STATUS_ALLOC_FAILED when calling"), two) == (1, "none")
+    two = Split(2, "none")
+    library = runs_out_above(1, "CUBLAS_STATUS_ALLOC_FAILED when calling")
+    assert fit(library, gpt2_step(2), two, CPU).split == (1, "none")
     with pytest.raises(RuntimeError, match="mismatch"):
-        fit_batch(raising("size mismatch"), two)
+        fit(runs_out_above(1, "size mismatch"), gpt2_step(2), two, CPU)
 
 
 def test_estimate_counts_what_is_known_exactly_and_orders_the_rest():
-    config, n = GPTConfig(), 123_587_328
-    parts = estimate(config, n, 32, "none", accumulates=True)
-    assert parts["optimizer"] == pytest.approx(8 * n / 2**30)
-    assert parts["gradients"] == pytest.approx(4 * n / 2**30)
-    assert estimate(config, n, 32, "none", accumulates=False)["gradients"] == 0
-    sums = [sum(estimate(config, n, 32, kind, False).values())
+    parts = estimate(gpt2_step(64), 32, "none")  # accumulates
+    assert parts["optimizer"] == pytest.approx(8 * GPT2_PARAMS / 2**30)
+    assert parts["gradients"] == pytest.approx(4 * GPT2_PARAMS / 2**30)
+    assert estimate(gpt2_step(32), 32, "none")["gradients"] == 0
+    graphs = gpt2_step(32, plan=Plan(None, "reduce-overhead", True))
+    assert estimate(graphs, 32, "none")["gradients"] == parts["gradients"]
+    sums = [sum(estimate(gpt2_step(32), 32, kind).values())
             for kind in ("none", "selective", "block")]  # fmt: skip
     assert sums[0] > sums[1] > sums[2]
     assert describe({"weights": 1.0, "logits": 0.5}) == "weights 1.00 + logits 0.50 = 1.50 GiB"
     assert describe({"weights": 0.125, "logits": 0.25}) == "weights 128 + logits 256 = 384 MiB"
 
 
-LARGE = GPTConfig(n_layer=48, n_head=25, n_embd=1600)
+LARGE, LARGE_PARAMS = GPTConfig(n_layer=48, n_head=25, n_embd=1600), 1_560_000_000
 
 
 @pytest.mark.parametrize(
@@ -118,19 +135,26 @@ LARGE = GPTConfig(n_layer=48, n_head=25, n_embd=1600)
 def test_estimate_is_within_a_tenth_of_what_was_measured(
     config, batch_size, kind, dtype, compiled, shards, measured
 ):
-    n_params = 1_560_000_000 if config is LARGE else 123_587_328
-    parts = estimate(config, n_params, batch_size, kind, False, dtype, compiled, shards)
+    n_params = LARGE_PARAMS if config is LARGE else GPT2_PARAMS
+    plan, here = COMPILED if compiled else EAGER, Place(0, 0, shards, "fsdp")
+    step = Step(config, n_params, batch_size, dtype, plan, here)
+    parts = estimate(step, batch_size, kind)
     assert sum(parts.values()) == pytest.approx(measured, rel=0.10)
 
 
+def large_step(batch_size, here):
+    return Step(LARGE, LARGE_PARAMS, batch_size, torch.bfloat16, COMPILED, here)
+
+
 def test_estimate_of_few_activations_is_that_of_the_end_of_a_step():
-    weights = 4 * 1_560_000_000 / 2**30
-    for summed, copies in ((False, 1), (True, 2)):  # of gradients
-        parts = estimate(LARGE, 1_560_000_000, 1, "block", False, summed=summed)
+    weights = 4 * LARGE_PARAMS / 2**30
+    for here, copies in ((Place(), 1), (Place(0, 0, 2, "ddp"), 2)):  # of gradients
+        parts = estimate(large_step(1, here), 1, "block")
         assert sum(parts.values()) == pytest.approx((1 + copies + 2) * weights)
 
 
 def test_estimate_counts_gathered_weights():
+    step = large_step(8, Place(0, 0, 4, "fsdp"))
     for gathered, measured in ((False, 19.52), (True, 22.27)):  # on H200s
-        parts = estimate(LARGE, 1_560_000_000, 8, "none", False, shards=4, gathered=gathered)
+        parts = estimate(step, 8, "none", gathered)
         assert sum(parts.values()) == pytest.approx(measured, rel=0.03)

@@ -1,10 +1,13 @@
 import math
 
+from steady.generate import KVCache, draw, generate
+from steady.recompute import use_activation_checkpointing
+
 import pytest
 import torch
 from torch.nn import functional as F
 
-from model import GPT, GPTConfig, KVCache, RMSNorm, apply_rope, draw, rope_tables
+from model import GPT, GPTConfig, RMSNorm, apply_rope, rope_tables
 
 
 def tiny(**changes) -> GPT:
@@ -160,7 +163,7 @@ def test_f18_rope_keeps_the_dtype_and_computes_in_float32(dtype):
     assert turned.dtype == dtype
     exact = apply_rope(x.double().float(), cos, sin)
     assert torch.equal(turned, exact.to(dtype))  # rounded once, at the end
-    naive = x[..., :4] * cos - x[..., 4:] * sin
+    naive = x * cos + x.roll(4, dims=-1) * sin
     assert naive.dtype == torch.float32  # what the naive formula makes of bfloat16
 
 
@@ -301,9 +304,9 @@ def test_f41_cached_attention_takes_any_layout_its_kernel_returns(monkeypatch):
 
     model = tiny(n_kv_head=2)
     tokens = tokens_for(model)
-    expected = model.generate(tokens, 5, temperature=0)
+    expected = generate(model, tokens, 5, temperature=0)
     monkeypatch.setattr(F, "scaled_dot_product_attention", other_layout)
-    assert torch.equal(model.generate(tokens, 5, temperature=0), expected)
+    assert torch.equal(generate(model, tokens, 5, temperature=0), expected)
 
 
 def greedy(model, tokens, n):
@@ -330,11 +333,11 @@ def test_a_decoding_step_is_recorded_once_and_then_replayed(monkeypatch):
 
         return replay
 
-    monkeypatch.setattr("model.as_cuda_graph", record)
+    monkeypatch.setattr("steady.generate.as_cuda_graph", record)
     model = tiny()
     tokens = tokens_for(model, 2, 3)
-    plain = model.generate(tokens, 40, temperature=0)
-    assert torch.equal(plain, model.generate(tokens, 40, temperature=0, cuda_graph=True))
+    plain = generate(model, tokens, 40, temperature=0)
+    assert torch.equal(plain, generate(model, tokens, 40, temperature=0, cuda_graph=True))
     assert recorded == [(2, 1)]
     assert len(replayed) > 30 and set(replayed) == {(2, 1)}
 
@@ -346,7 +349,7 @@ def test_generate_equals_uncached_greedy_within_and_beyond_the_context(length):
         for p in model.parameters():
             p.mul_(3)  # sharper: no ties
     tokens = tokens_for(model, length=length)
-    found = model.generate(tokens, 40, temperature=0)
+    found = generate(model, tokens, 40, temperature=0)
     assert torch.equal(found, greedy(model, tokens, 40))
 
 
@@ -354,7 +357,7 @@ def test_f42_rows_draw_their_own_first_token():
     model = tiny().eval()
     tokens = tokens_for(model, rows=1).expand(64, -1)
     generator = torch.Generator().manual_seed(0)
-    new = model.generate(tokens, 1, generator=generator)[:, -1]
+    new = generate(model, tokens, 1, generator=generator)[:, -1]
     assert len(new.unique()) > 10
 
 
@@ -362,27 +365,27 @@ def test_same_seed_same_samples_and_the_global_random_state_is_not_touched():
     model = tiny().eval()
     state = torch.get_rng_state()
     samples = [
-        model.generate(tokens_for(model, 2, 3), 5, generator=torch.Generator().manual_seed(s))
+        generate(model, tokens_for(model, 2, 3), 5, generator=torch.Generator().manual_seed(s))
         for s in (7, 7, 8)
     ]
     torch.manual_seed(1)
     assert torch.equal(samples[0], samples[1]) and not torch.equal(samples[0], samples[2])
     torch.set_rng_state(state)
     tokens = torch.zeros(1, 1, dtype=torch.int64)
-    model.generate(tokens, 5, generator=torch.Generator())
+    generate(model, tokens, 5, generator=torch.Generator())
     assert torch.equal(torch.get_rng_state(), state)
 
 
 def test_on_token_sees_every_column_as_it_is_drawn():
     model = tiny().eval()
     seen = []
-    out = model.generate(tokens_for(model, 2, 3), 6, on_token=seen.append)
+    out = generate(model, tokens_for(model, 2, 3), 6, on_token=seen.append)
     assert torch.equal(torch.stack(seen, dim=1), out[:, 3:])
 
 
 def test_padding_ids_are_never_drawn():
     model = tiny().eval()
-    out = model.generate(torch.zeros(64, 1, dtype=torch.int64), 10, vocab_size=3)
+    out = generate(model, torch.zeros(64, 1, dtype=torch.int64), 10, vocab_size=3)
     assert out.max() < 3
 
 
@@ -437,7 +440,7 @@ def test_dropout_is_off_in_evaluation():
 
 def test_settings_rebuild_the_model():
     model = tiny(n_kv_head=2, qk_norm=True)
-    again = GPT(GPTConfig(**model.settings()))
+    again = GPT(GPTConfig(**model.config.settings()))
     again.load_state_dict(model.state_dict())
     tokens = tokens_for(model)
     assert torch.equal(model(tokens), again(tokens))
@@ -456,7 +459,7 @@ def test_activation_checkpointing_changes_no_number(kind):
         return [loss.detach(), *(p.grad.clone() for p in model.parameters())]
 
     expected = loss_and_gradients()
-    model.use_activation_checkpointing(kind)
+    use_activation_checkpointing(model, kind)
     for found, wanted in zip(loss_and_gradients(), expected, strict=True):
         assert torch.equal(found, wanted)
 
@@ -471,7 +474,7 @@ def test_f12_activation_checkpointing_can_be_compiled(kind, blocks):
     expected.backward()
     gradients = [p.grad.clone() for p in model.parameters()]
     model.zero_grad()
-    model.use_activation_checkpointing(kind)
+    use_activation_checkpointing(model, kind)
     function = model
     if blocks:
         for block in model.blocks:
@@ -502,7 +505,7 @@ def test_activation_checkpointing_recomputes_what_it_says():
     seen = {}
     for kind in ("none", "selective", "block"):
         model = tiny(n_layer=3)
-        model.use_activation_checkpointing(kind)
+        use_activation_checkpointing(model, kind)
         with Count() as count:
             model(tokens_for(model), tokens_for(model)).backward()
         seen[kind] = count.counts

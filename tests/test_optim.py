@@ -1,9 +1,15 @@
+from steady import optim
+from steady.optim import (
+    allocate_state,
+    build_optimizer,
+    clip_in_step,
+    learning_rate_at,
+    load_moments,
+)
+
 import pytest
 import torch
 from torch import nn
-
-import optim
-from optim import allocate_state, build_optimizer, clip_in_step, learning_rate_at, load_moments
 
 CONFIG = {
     "learning_rate": 1.0,

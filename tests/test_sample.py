@@ -2,13 +2,13 @@
 
 import shutil
 
+from steady import checkpoint
+from steady.prepare import write_dataset
+from steady.tokenizer import ByteTokenizer, CharTokenizer
+
 import pytest
 import torch
 from conftest import SUMS, TINY
-
-import checkpoint
-from tokenizer import ByteTokenizer, CharTokenizer
-from writer import write_dataset
 
 
 @pytest.fixture(scope="module")
@@ -76,8 +76,8 @@ def test_f43_greedy_no_top_k_and_a_prompt_longer_than_the_context(run, trained):
     [
         ("--start=hello", "does not know 'ehlo'"),
         ("--start=", "--start is empty"),
-        ("--top_k=-1", "top_k=-1 must be 0"),
-        ("--temperature=-0.5", "temperature=-0.5 must be 0"),
+        ("--top_k=-1", "top_k=-1 must be at least 0"),
+        ("--temperature=-0.5", "temperature=-0.5 must be at least 0"),
         ("--top_p=0", "top_p=0.0 must be above 0"),
         ("--seed=99999999999999999999", "seed=99999999999999999999 must be an integer of 64 bits"),
         ("--num_samples=0", "num_samples=0 must be at least 1"),

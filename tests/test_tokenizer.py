@@ -1,6 +1,6 @@
-import pytest
+from steady.tokenizer import ByteTokenizer, CharTokenizer, GPT2Tokenizer, from_meta
 
-from tokenizer import ByteTokenizer, CharTokenizer, GPT2Tokenizer, from_meta
+import pytest
 
 
 def test_char_round_trip_and_meta():

@@ -9,8 +9,8 @@ nanoGPT 0.05% of the documents are held out.
 import sys
 from pathlib import Path
 
-sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[2])]
-import hub
+sys.path.insert(0, str(Path(__file__).parents[2]))
+from steady.prepare import prepare_hub_dataset
 
 # data set
 path = "Skylion007/openwebtext"  # repository on the hub, or a local copy of it
@@ -18,4 +18,4 @@ name = ""  # its configuration
 val_fraction = 0.0005  # share of the documents held out for validation
 
 if __name__ == "__main__":
-    hub.prepare(globals())
+    prepare_hub_dataset(globals())

@@ -8,10 +8,11 @@ import sys
 from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[2])]
+from steady.prepare import split_text, write_dataset
+from steady.tokenizer import CharTokenizer
+
 from configurator import configure
 from tiny_shakespeare import tiny_shakespeare
-from tokenizer import CharTokenizer
-from writer import split_text, write_dataset
 
 input = ""  # a local copy of the text; default: download it
 out = ""  # folder to write to; default: this one

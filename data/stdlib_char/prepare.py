@@ -10,10 +10,11 @@ import sys
 import sysconfig
 from pathlib import Path
 
-sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[2])]
+sys.path.insert(0, str(Path(__file__).parents[2]))
+from steady.prepare import write_dataset
+from steady.tokenizer import CharTokenizer
+
 from configurator import configure
-from tokenizer import CharTokenizer
-from writer import write_dataset
 
 out = ""  # folder to write to; default: this one
 

@@ -15,10 +15,11 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[2])]
+sys.path.insert(0, str(Path(__file__).parents[2]))
+from steady.prepare import split_text, write_dataset
+from steady.tokenizer import CharTokenizer, named
+
 from configurator import configure
-from tokenizer import CharTokenizer, named
-from writer import split_text, write_dataset
 
 input = ""  # a file or a glob, or several with commas between
 tokenizer = "gpt2"  # gpt2, char, byte, or hf:PATH_OR_HUB_ID
@@ -30,8 +31,6 @@ configure(globals())
 
 if not input:
     raise ValueError("no input: pass --input=FILE, or a glob such as --input='notes/**/*.md'")
-if not 0 < val_fraction < 1:
-    raise ValueError(f"val_fraction={val_fraction} must be above 0 and below 1")
 
 
 def rows(path: Path) -> Iterator[str]:

@@ -10,10 +10,10 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
-import numpy as np
+from steady.dataloader import read_meta
+from steady.tokenizer import from_meta
 
-from dataloader import read_meta
-from tokenizer import from_meta
+import numpy as np
 
 folder = ROOT / "data" / "stdlib_char"
 ids = np.fromfile(folder / "val.bin", dtype="uint16")

@@ -1,7 +1,13 @@
-"""Requests to stop a run, by signals: Ctrl-C, SIGTERM, or the loss of its terminal."""
+"""Reasons to end a run early: signals (Ctrl-C, SIGTERM, the loss of its terminal), a loss that is
+not finite; and the command that goes on from there."""
 
+import math
 import os
+import shlex
 import signal
+import sys
+
+from steady.distributed import launcher
 
 
 class StopRequest:
@@ -30,3 +36,20 @@ class StopRequest:
         if self.announce:
             again = b"; once more stops at once" if once_more_counts else b""
             os.write(1, b"\nstopping after this step and saving" + again + b"\n")
+
+
+def require_finite(losses: dict[str, float], iter_num: int, out_dir: str) -> None:
+    """Raises ValueError for a loss that is NaN or infinite, before the run is saved over a good
+    checkpoint."""
+    if not all(map(math.isfinite, losses.values())):
+        found = " and ".join(f"{name} {loss}" for name, loss in losses.items())
+        raise ValueError(
+            f"{found} at iteration {iter_num}: not finite; checkpoints in {out_dir} were not "
+            "overwritten: go on from there with a lower learning_rate, or with dtype=bfloat16"
+        )
+
+
+def how_to_go_on() -> str:
+    """The command that resumes the run of this process."""
+    command = [argument for argument in sys.argv[1:] if not argument.startswith("--init_from=")]
+    return shlex.join([*launcher(), sys.argv[0], *command, "--init_from=resume"])

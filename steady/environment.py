@@ -1,8 +1,10 @@
-"""What must be right around torch: the allocator's variable, and what torch.compile needs.
+"""What must be right around torch, and what a run will use of torch.compile.
 
-Import it before CUDA starts: importing it sets the allocator variable. `python environment.py`
-prints a report for bug reports; it runs without a GPU, a compiler, or torch.
+`python -m steady.environment` prints a report for bug reports; it runs without a GPU, a compiler,
+or torch.
 """
+
+from __future__ import annotations
 
 import contextlib
 import ctypes
@@ -15,14 +17,9 @@ import sys
 import sysconfig
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-# Without expandable segments a card fills with cached blocks of sizes no longer needed. This name
-# is read by every torch version so far (the newer PYTORCH_ALLOC_CONF only from 2.10 on), and only
-# before CUDA's first allocation. What the user set stays.
-ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
-if not any(name in os.environ for name in ALLOCATOR_VARIABLES):
-    os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
+from steady import ALLOCATOR_VARIABLES
 
 try:
     import torch
@@ -30,38 +27,80 @@ except ImportError:
     torch = None  # the report still works
 
 if torch is not None:
-    import torch._functorch.config as functorch_config
+    from steady.distributed import Place
+    from steady.hardware import choose_device
 
-    from hardware import choose_device
+    import torch._functorch.config as functorch_config
 
     # Our loss is a custom autograd function; by default torch caches no graph that holds one, and
     # every start would trace and partition anew (13 s instead of 4 for GPT-2 on an H200).
     if hasattr(functorch_config, "autograd_cache_allow_custom_autograd_functions"):
         functorch_config.autograd_cache_allow_custom_autograd_functions = True
 
-COMPILE_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
-GRAPH_MODES = ("reduce-overhead", "max-autotune")  # those that record CUDA graphs
+GRAPH_MODES = ("reduce-overhead", "max-autotune")  # compile modes that record CUDA graphs
+MIN_AUTOTUNE_PROCESSORS = 68  # multiprocessors below which torch does not autotune products
 
 
-def summary(
-    device: "torch.device", dtype: "torch.dtype", obstacle: str | None, compile_mode: str
-) -> str:
+class Plan(NamedTuple):
+    """What a run will use of torch.compile."""
+
+    obstacle: str | None  # why nothing is compiled, or None
+    mode: str
+    cuda_graphs: bool
+
+    @property
+    def compiled(self) -> bool:
+        return self.obstacle is None
+
+
+def plan(compile: bool, mode: str, device: torch.device) -> Plan:
+    """What can be had of what is asked for."""
+    obstacle = compile_obstacle(device) if compile else "compile=False"
+    return Plan(obstacle, mode, not obstacle and mode in GRAPH_MODES and device.type == "cuda")
+
+
+def compile_model(
+    model: torch.nn.Module, plan: Plan, by_block: bool, checkpointing: str
+) -> torch.nn.Module:
+    """What to run in place of `model`: its compiled form, or itself if the plan says so.
+
+    With `by_block` every block is compiled on its own, in place. That is for FSDP, which exchanges
+    weights between them. Another shape than the first is compiled apart (dynamic=False): code for
+    all shapes would be slow.
+    """
+    if not plan.compiled:
+        return model
+    if not by_block:
+        return torch.compile(model, mode=plan.mode, dynamic=False)
+    # Without activation checkpointing, recompute what costs next to nothing.
+    functorch_config.activation_memory_budget = 0.9 if checkpointing == "none" else 1.0
+    for block in model.blocks:
+        block.forward = torch.compile(block.forward, mode=plan.mode, dynamic=False)
+    return model
+
+
+def summary(device: torch.device, dtype: torch.dtype, plan: Plan, here: Place) -> str:
     """What a run will use, in one line, with what was asked for but cannot be had."""
-    compiled = f"not compiled ({obstacle})" if obstacle else f"compiled ({compile_mode})"
+    compiled = f"not compiled ({plan.obstacle})" if plan.obstacle else f"compiled ({plan.mode})"
     name = str(device)
     if device.type == "cuda":
         name = f"{device} ({torch.cuda.get_device_name(device)})"
         processors = torch.cuda.get_device_properties(device).multi_processor_count
-        if not obstacle and compile_mode.startswith("max-autotune") and processors < 68:
-            compiled += f", but not autotuned: {processors} multiprocessors, 68 are needed"
+        autotunes = plan.compiled and plan.mode.startswith("max-autotune")
+        if autotunes and processors < MIN_AUTOTUNE_PROCESSORS:
+            compiled += (
+                f", but not autotuned: {processors} multiprocessors, "
+                f"{MIN_AUTOTUNE_PROCESSORS} are needed"
+            )
         if not expandable_segments():
             compiled += ", without expandable segments"
-    elif not obstacle and compile_mode in GRAPH_MODES:
+    elif plan.compiled and plan.mode in GRAPH_MODES:
         compiled += f", without CUDA graphs on {device.type}"
-    return f"device {name}, dtype {str(dtype).removeprefix('torch.')}, {compiled}"
+    line = f"device {name}, dtype {str(dtype).removeprefix('torch.')}, {compiled}"
+    return line if here.world_size == 1 else f"{line}\n{here.world_size} processes, {here.parallel}"
 
 
-def compile_obstacle(device: "torch.device") -> str | None:
+def compile_obstacle(device: torch.device) -> str | None:
     """Why torch.compile cannot work here, in one line with its remedy; None if nothing is known.
 
     Without it a run would die at its first step, after minutes of loading.

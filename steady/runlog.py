@@ -5,6 +5,8 @@ import json
 import math
 import os
 import sys
+import textwrap
+import time
 from pathlib import Path
 from typing import Any
 
@@ -70,28 +72,69 @@ class RunLog:
         elif not self.quiet:
             print(text, flush=True)
 
-    def step(self, entry: dict[str, Any]) -> None:
-        """Log a training step: the keys that README.md lists, `None` where a value is unknown."""
+    def settings(self, config: dict[str, Any]) -> None:
+        """Print all settings."""
+        text = "settings " + ", ".join(f"{key}={value}" for key, value in config.items())
+        self.line(textwrap.fill(text, 100, subsequent_indent="  ", break_on_hyphens=False))
+
+    def start_clock(
+        self,
+        iter_num: int,
+        tokens_per_iter: int,
+        flops_per_token: int,
+        peak_flops: float | None,
+    ) -> None:
+        """The loop begins. peak_flops: of all devices together in FLOP/s, None if not known."""
+        self.tokens_per_iter = tokens_per_iter
+        self.flops_per_iter, self.peak_flops = flops_per_token * tokens_per_iter, peak_flops
+        self.restart_clock(iter_num)
+
+    def restart_clock(self, iter_num: int) -> None:
+        """What came before is not training time."""
+        self.timed_from, self.timed_iter = time.perf_counter(), iter_num
+
+    def step(
+        self, iter_num: int, loss: float, lr: float, grad_norm: float, memory_gib: float | None
+    ) -> None:
+        """Log a training step; times are means over the iterations since the last call.
+
+        memory_gib: the most GPU memory so far, None if not known.
+        """
+        seconds = (time.perf_counter() - self.timed_from) / (iter_num + 1 - self.timed_iter)
+        self.restart_clock(iter_num + 1)
+        mfu = self.flops_per_iter / seconds / self.peak_flops if self.peak_flops else None
+        entry = {
+            "iter": iter_num,
+            "loss": loss,
+            "lr": lr,
+            "grad_norm": grad_norm,
+            "ms": seconds * 1e3,
+            "tokens_per_s": self.tokens_per_iter / seconds,
+            "mfu": mfu,
+            "memory_gib": memory_gib,
+        }
         parts = [
-            f"iter {entry['iter']:6d}",
-            f"loss {entry['loss']:7.4f}",
-            f"lr {entry['lr']:.2e}",
-            f"norm {entry['grad_norm']:6.2f}",
+            f"iter {iter_num:6d}",
+            f"loss {loss:7.4f}",
+            f"lr {lr:.2e}",
+            f"norm {grad_norm:6.2f}",
             f"{entry['ms']:8.1f} ms",
             f"{entry['tokens_per_s']:9,.0f} tokens/s",
         ]
-        if entry["mfu"] is not None:
-            parts.append(f"mfu {entry['mfu']:6.1%}")
-        if entry["memory_gib"] is not None:
-            parts.append(f"{entry['memory_gib']:6.2f} GiB")
+        if mfu is not None:
+            parts.append(f"mfu {mfu:6.1%}")
+        if memory_gib is not None:
+            parts.append(f"{memory_gib:6.2f} GiB")
         self.line(" | ".join(parts))
         self.write(entry)
 
-    def evaluation(self, entry: dict[str, Any], note: str = "") -> None:
-        """Log an evaluation: iter, train_loss and val_loss."""
+    def evaluation(self, entry: dict[str, Any], seconds: float, best: bool) -> None:
+        """Log an evaluation: iter, train_loss and val_loss; how long it took, whether it is the
+        best so far."""
         self.line(
             f"iter {entry['iter']:6d} | train loss {entry['train_loss']:7.4f} | "
-            f"val loss {entry['val_loss']:7.4f}{note}"
+            f"val loss {entry['val_loss']:7.4f} | {seconds:5.1f} s"
+            + (" | best so far" if best else "")
         )
         self.write(entry)
 

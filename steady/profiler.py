@@ -1,5 +1,6 @@
 """`--profile=True` and `--memory_snapshot=True`: files that show where time and memory go."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -12,7 +13,8 @@ class Profiler:
     (for pytorch.org/memory_viz) to `out_dir` after a few steps; does nothing if neither is asked.
     """
 
-    def __init__(self, out_dir: Path, trace: bool, memory: bool):
+    def __init__(self, out_dir: Path, trace: bool, memory: bool, say: Callable[[str], None]):
+        self.say = say
         self.out_dir, self.trace, self.memory, self.steps = out_dir, None, memory, 0
         if memory:
             torch.cuda.memory._record_memory_history(max_entries=200_000)
@@ -26,20 +28,18 @@ class Profiler:
             )
             self.trace.start()
 
-    def step(self) -> str:
-        """Call after every iteration; returns what was written, if anything, for the log."""
+    def step(self) -> None:
+        """Call after every iteration; says what was written once it is."""
         self.steps += 1
         if self.trace is not None:
             self.trace.step()
-        written = []
         if self.steps == FIRST_STEP + STEPS:
             if self.trace is not None:
                 self.trace.stop()
                 self.trace = None
-                written.append(f"wrote {self.out_dir / 'trace.json'} (open it at ui.perfetto.dev)")
+                self.say(f"wrote {self.out_dir / 'trace.json'} (open it at ui.perfetto.dev)")
             if self.memory:
                 path = self.out_dir / "memory.pickle"
                 torch.cuda.memory._dump_snapshot(str(path))
                 torch.cuda.memory._record_memory_history(enabled=None)
-                written.append(f"wrote {path} (open it at pytorch.org/memory_viz)")
-        return "; ".join(written)
+                self.say(f"wrote {path} (open it at pytorch.org/memory_viz)")

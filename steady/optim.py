@@ -1,25 +1,24 @@
-"""The optimizer's parameter groups, its gradients, and the learning-rate schedules."""
+"""AdamW, the gradients it reads, clipping, and the learning-rate schedules."""
 
 import math
 from typing import Any
 
+from steady.distributed import all_reduce_sum, local_shards, shard_like, total_norm
+
 import torch
 from torch import Tensor, nn
 
-from distributed import divide_like, shares, total_norm
-
-SCHEDULES = ("cosine", "wsd")
 IGNORE_SCALE = ("mps",)  # devices whose fused AdamW takes no notice of grad_scale and found_inf
 
 
 class AdamW(torch.optim.AdamW):
-    """torch's AdamW, on this process's shares where parameters are divided (FSDP2): as plain
+    """torch's AdamW, on this process's shards where parameters are sharded (FSDP2): as plain
     tensors, since every DTensor costs the host time."""
 
     def _init_group(self, group: dict[str, Any], *lists: list[Tensor]) -> bool:
         has_complex = super()._init_group(group, *lists)
         for tensors in lists:  # parameters, gradients, moments
-            tensors[:] = shares(tensors)
+            tensors[:] = local_shards(tensors)
         return has_complex
 
 
@@ -47,7 +46,7 @@ def load_moments(optimizer: torch.optim.AdamW, state: dict[str, Any]) -> None:
     ]
     parameters = all_parameters(optimizer)
     moments = {
-        i: {k: v if v.dim() == 0 else divide_like(v, parameters[i]) for k, v in values.items()}
+        i: {k: v if v.dim() == 0 else shard_like(v, parameters[i]) for k, v in values.items()}
         for i, values in state["state"].items()
     }
     optimizer.load_state_dict(state | {"state": moments})
@@ -55,18 +54,49 @@ def load_moments(optimizer: torch.optim.AdamW, state: dict[str, Any]) -> None:
         group.update(today)
 
 
-def flatten_gradients(model: nn.Module) -> Tensor:
-    """Move all gradients, or zeros if there are none, into one flat tensor, which is returned;
-    every .grad is a part of it."""
-    parameters = list(model.parameters())
-    sizes = [p.numel() for p in parameters]
-    if parameters[0].grad is None:
-        flat = torch.zeros(sum(sizes), device=parameters[0].device)
-    else:
-        flat = torch.cat([p.grad.flatten() for p in parameters])
-    for parameter, part in zip(parameters, flat.split(sizes), strict=True):
-        parameter.grad = part.view_as(parameter)
-    return flat
+class Gradients:
+    """Where gradients lie, how they are summed over the processes, and how they are cleared.
+
+    With `keep` they are allocated once, added to, and zeroed in place. CUDA graphs need that: the
+    gradients that a graph's backward returns lie in memory which its next replay overwrites.
+    (Marking steps or cloning activations, the usual advice, does not help.)
+
+    The parameters are listed here, once: FSDP2 puts others into the model for a while.
+    """
+
+    def __init__(self, model: nn.Module, keep: bool, summed: bool):
+        self.parameters = [p for p in model.parameters() if p.requires_grad]
+        self.keep, self.summed, self.flat = keep, summed, None
+        if keep:
+            self.flatten()
+
+    def flatten(self) -> None:
+        """Move all gradients, or zeros if there are none, into one tensor, of which every .grad is
+        a part then. So one exchange sums them all."""
+        if self.keep and self.flat is not None:
+            return
+        sizes = [p.numel() for p in self.parameters]
+        if self.parameters[0].grad is None:
+            self.flat = torch.zeros(sum(sizes), device=self.parameters[0].device)
+        else:
+            self.flat = torch.cat([p.grad.flatten() for p in self.parameters])
+        for parameter, part in zip(self.parameters, self.flat.split(sizes), strict=True):
+            parameter.grad = part.view_as(parameter)
+
+    def sum_over_processes(self) -> None:
+        """Call after a step's last micro-step. (FSDP2 sums gradients by itself.)"""
+        if self.summed:
+            self.flatten()
+            all_reduce_sum(self.flat)
+
+    def clear(self) -> None:
+        """Make ready for the next step."""
+        if self.keep:
+            self.flat.zero_()
+            return
+        self.flat = None
+        for parameter in self.parameters:
+            parameter.grad = None
 
 
 def allocate_state(optimizer: torch.optim.AdamW) -> None:

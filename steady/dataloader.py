@@ -8,17 +8,22 @@ how often a run was resumed.
 """
 
 import json
+import math
 import mmap
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from steady.distributed import ALONE, Place
+from steady.tokenizer import META_KEYS
+
 import numpy as np
 import torch
 
 Batch = tuple[torch.Tensor, torch.Tensor]  # tokens and targets, (batch_size, block_size) int64
 
+GPT2_VOCAB_SIZE = 50304  # of nanoGPT's bare .bin files: 50257, padded
 SCAN_TOKENS = 2**28  # ids checked when a file is opened; what lies beyond is checked as it is read
 
 
@@ -40,6 +45,41 @@ def read_meta(folder: Path) -> dict[str, Any]:
         return {}
     except ValueError as error:
         raise ValueError(f"{folder / 'meta.json'} is not valid JSON: {error}") from None
+
+
+class DataSet:
+    """A folder with train.bin and val.bin, and what its meta.json says of them.
+
+    Args:
+        vocab_size: the model's vocabulary, 0 for the data set's own, rounded up to a multiple of 64
+            (matrix kernels are faster so).
+
+    Raises ValueError, with the command to run, when it is not there.
+    """
+
+    def __init__(self, folder: Path, vocab_size: int = 0):
+        self.folder, self.meta = folder, read_meta(folder)
+        self.vocab_size = self.meta.get("vocab_size", vocab_size or GPT2_VOCAB_SIZE)
+        self.padded_vocab_size = vocab_size or math.ceil(self.vocab_size / 64) * 64
+        self.dtype = self.meta.get("dtype", "uint16")
+        self.tokenizer = {key: self.meta[key] for key in META_KEYS if key in self.meta}
+
+    def open(self, block_size: int, vocab_size: int) -> tuple["TokenFile", "TokenFile"]:
+        """The training and the validation tokens, for a model of that context and vocabulary."""
+        vocab_size = min(self.vocab_size, vocab_size)
+        return tuple(
+            TokenFile(self.folder / name, block_size, vocab_size, self.dtype)
+            for name in ("train.bin", "val.bin")
+        )
+
+    def summary(self, tokens_per_iter: int) -> str:
+        """For the beginning of a run's log."""
+        n_tokens = (self.folder / "train.bin").stat().st_size // np.dtype(self.dtype).itemsize
+        line = f"data {self.folder}, {n_tokens:,} tokens, {tokens_per_iter:,} per iteration"
+        if "unigram_entropy" in self.meta:
+            entropy = self.meta["unigram_entropy"]
+            line += f"\nknowing only token frequencies gives val loss {entropy:.4f}"
+        return line
 
 
 class TokenFile:
@@ -109,13 +149,11 @@ class DataLoader:
         accumulation: int,
         seed: int,
         device: torch.device,
-        rank: int = 0,
-        world_size: int = 1,
+        here: Place = ALONE,
         offset: int = 0,
     ):
         self.file, self.batch_size, self.seed, self.device = file, batch_size, seed, device
-        self.accumulation, self.rank, self.world_size = accumulation, rank, world_size
-        self.offset = offset
+        self.accumulation, self.here, self.offset = accumulation, here, offset
         self.reader = ThreadPoolExecutor(max_workers=1)
         n_tokens = len(file.tokens)
         self.windows_per_epoch = max(1, n_tokens // file.block_size - 1)
@@ -127,7 +165,7 @@ class DataLoader:
 
     def starts(self, step: int, micro_step: int) -> np.ndarray:
         """Token offsets of this process's windows in micro-step `micro_step` of `step`."""
-        first = (micro_step * self.world_size + self.rank) * self.batch_size
+        first = (micro_step * self.here.world_size + self.here.rank) * self.batch_size
         indices = self.position(step) + first + np.arange(self.batch_size)
         starts = np.empty_like(indices)
         epochs, nths = np.divmod(indices, self.windows_per_epoch)
@@ -141,7 +179,7 @@ class DataLoader:
 
     def micro_batches(self, step: int) -> Iterator[Batch]:
         """Every micro-batch of this process from `step` on, without end."""
-        micro_steps = self.accumulation // self.world_size
+        micro_steps = self.accumulation // self.here.world_size
 
         def read(n: int) -> Batch:
             return to_batch(self.file.windows(self.starts(*divmod(n, micro_steps))), self.device)
@@ -163,17 +201,16 @@ def validation_batches(
     batch_size: int,
     n_sequences: int,
     device: torch.device,
-    rank: int = 0,
-    world_size: int = 1,
+    here: Place = ALONE,
 ) -> Iterator[Batch]:
     """The same `n_sequences` windows every time, spread evenly over the file, as full batches.
 
-    Each process takes every `world_size`-th batch. All get equally many, since they may exchange
+    Each of N processes takes every N-th batch. All get equally many, since they may exchange
     weights on the way; one that is left without has a batch in which no target counts (all -1).
     """
     starts = np.linspace(0, len(file.tokens) - file.block_size - 1, n_sequences).astype(np.int64)
-    for first in range(0, n_sequences, world_size * batch_size):
-        mine = starts[first + rank * batch_size :][:batch_size]
+    for first in range(0, n_sequences, here.world_size * batch_size):
+        mine = starts[first + here.rank * batch_size :][:batch_size]
         windows = file.windows(mine if len(mine) else starts[:batch_size])
         tokens, targets = to_batch(windows, device)
         if not len(mine):

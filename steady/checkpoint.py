@@ -4,13 +4,19 @@
 tokenizer of the lowest validation loss.
 """
 
+import math
 import os
 import pickle
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+from steady import distributed
+from steady.distributed import Place
 
 import torch
+from torch import Tensor
 
 FORMAT = 1  # raised when a checkpoint's layout changes
 
@@ -31,6 +37,21 @@ def save(path: Path, content: dict[str, Any]) -> None:
         folder = os.open(path.parent, os.O_RDONLY)
         os.fsync(folder)
         os.close(folder)
+
+
+def try_save(path: Path, content: dict[str, Any], here: Place, say: Callable[[str], None]) -> bool:
+    """`save` what all processes hold together; every one of them must call it.
+
+    A save that fails is no reason to end a run: it is said, and False returned on every process.
+    """
+    failed, content = False, distributed.gather_full(content)
+    try:
+        if here.master:
+            save(path, content)
+    except (OSError, RuntimeError) as error:
+        say(f"warning: {path} was not saved, the last good one is kept: {error}")
+        failed = True
+    return not distributed.any_process(failed)
 
 
 def load(path: Path) -> dict[str, Any]:
@@ -86,6 +107,49 @@ def set_aside(out_dir: Path) -> None:
         for path in found:
             os.replace(path, out_dir / "previous" / path.name)
         print(f"note: moved an earlier run's files to {out_dir / 'previous'}")
+
+
+class Start(NamedTuple):
+    """What a run begins with: an architecture, and unless it is new, all that goes with it."""
+
+    model_config: dict[str, Any]  # GPTConfig's arguments
+    weights: dict[str, Tensor] | None = None
+    pretrained_dtype: str | None = None  # of the files that the weights once came from
+    iter_num: int = 0
+    best_val_loss: float = math.inf
+    sequences: int = 0  # drawn from the training data so far
+    optimizer: dict[str, Any] | None = None
+    scaler: dict[str, Any] | None = None
+
+
+def resume(path: Path, model_config: dict[str, Any], tokenizer: dict[str, Any]) -> Start:
+    """Where the run that wrote `path` was.
+
+    Args:
+        model_config: what the settings ask for. It must be the checkpoint's, except for dropout;
+            where the architecture once came with pretrained weights, it still does.
+        tokenizer: the data set's.
+    """
+    saved = load(path)
+    pretrained_dtype = saved.get("pretrained_dtype")
+    if pretrained_dtype:
+        own = {key: model_config[key] for key in ("block_size", "dropout")}
+        model_config = saved["model_config"] | own
+    check_same_model(
+        saved["model_config"] | {"tokenizer": saved["tokenizer"]},
+        model_config | {"tokenizer": tokenizer},
+        path,
+    )
+    return Start(
+        model_config,
+        saved["model"],
+        pretrained_dtype,
+        saved["iter_num"],
+        saved["best_val_loss"],
+        saved["sequences"],
+        saved["optimizer"],
+        saved["scaler"],
+    )
 
 
 def check_same_model(saved: dict[str, Any], current: dict[str, Any], path: Path) -> None:

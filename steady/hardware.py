@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-DTYPES = ("float32", "bfloat16", "float16")
+MEMORY_FOR_CUDA = 0.03  # share of a GPU's memory that CUDA and its libraries need for themselves
 
 # Dense bf16/fp16 tensor-core peaks in FLOP/s from the vendor's data sheets. The first name that is
 # part of torch.cuda.get_device_name() counts, so longer names come first.
@@ -78,9 +78,13 @@ def choose_dtype(name: str, device: torch.device) -> torch.dtype:
         if device.type == "cuda":
             native = torch.cuda.is_bf16_supported(including_emulation=False)
             name = "bfloat16" if native else "float16"
-    if name not in DTYPES:
-        raise ValueError(f"unknown dtype {name!r}: use auto, {', '.join(DTYPES)}")
     return getattr(torch, name)
+
+
+def require_cuda(device: torch.device, setting: str) -> None:
+    """Raises ValueError for a setting that only a CUDA device can follow."""
+    if device.type != "cuda":
+        raise ValueError(f"{setting} needs a CUDA device, not {device}")
 
 
 def autocast(device: torch.device, dtype: torch.dtype) -> contextlib.AbstractContextManager:
@@ -90,12 +94,13 @@ def autocast(device: torch.device, dtype: torch.dtype) -> contextlib.AbstractCon
     return torch.autocast(device.type, dtype)
 
 
-def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
-    """The device's peak FLOP/s for matrix products in `dtype`, or None where it is not known."""
+def peak_flops(device: torch.device, dtype: torch.dtype, devices: int = 1) -> float | None:
+    """The peak FLOP/s for matrix products in `dtype` of so many such devices, or None where it is
+    not known."""
     if device.type != "cuda" or dtype == torch.float32:
         return None
     name = torch.cuda.get_device_name(device)
-    return next((peak for key, peak in PEAK_FLOPS.items() if key in name), None)
+    return next((devices * peak for key, peak in PEAK_FLOPS.items() if key in name), None)
 
 
 def peak_memory_gib(device: torch.device) -> float | None:
@@ -104,13 +109,13 @@ def peak_memory_gib(device: torch.device) -> float | None:
 
 
 def available_memory_gib(device: torch.device) -> float:
-    """GPU memory a step may take: what is free and what this process has, less 3% for CUDA;
+    """GPU memory a step may take: what is free and what this process has, less what CUDA needs;
     infinity on other devices."""
     if device.type != "cuda":
         return math.inf
     free, total = torch.cuda.mem_get_info(device)
     limit = torch.cuda.get_per_process_memory_fraction() * total
-    return 0.97 * min(limit, free + torch.cuda.memory_reserved(device)) / 2**30
+    return (1 - MEMORY_FOR_CUDA) * min(limit, free + torch.cuda.memory_reserved(device)) / 2**30
 
 
 def read_later(*scalars: Tensor) -> Callable[[], list[float]]:

@@ -9,11 +9,11 @@ replaces logits by their gradient in place; elsewhere plain torch does the same.
 N rows (B * T), C hidden size, V vocabulary.
 """
 
+from steady.linear import compute_dtype
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-
-from linear import compute_dtype
 
 try:
     import triton

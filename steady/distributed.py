@@ -11,31 +11,61 @@ fsdp: PyTorch's FSDP2; every process holds its share of weights, gradients and o
 import atexit
 import os
 import sys
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.rendezvous import rendezvous
 
-ENGINES = ("ddp", "fsdp")
-BACKENDS = ("auto", "nccl", "gloo")
-EXCHANGED = 2**27  # most parameters in an exchange of fsdp, unless one block has more
+PARAMS_PER_EXCHANGE = 2**27  # at most, with fsdp, unless a single block has more
 
 
-def place() -> tuple[int, int, int]:
-    """This process's rank, its rank on this machine, and the number of processes.
+class Place(NamedTuple):
+    """Which of the processes this one is, and what they divide among themselves."""
 
-    Raises ValueError when torchrun's variables are incomplete or contradict each other.
+    rank: int = 0
+    local_rank: int = 0  # among those on this machine
+    world_size: int = 1
+    parallel: str = "ddp"
+
+    @property
+    def master(self) -> bool:
+        """Whether this is the process that prints and saves."""
+        return self.rank == 0
+
+    @property
+    def sums_gradients(self) -> bool:
+        """ddp: every process has the whole model and adds up all processes' gradients."""
+        return self.world_size > 1 and self.parallel == "ddp"
+
+    @property
+    def shards_model(self) -> bool:
+        """fsdp: every process has a part of every weight."""
+        return self.world_size > 1 and self.parallel == "fsdp"
+
+    @property
+    def restarted(self) -> bool:
+        """Whether torchrun started the processes anew, after one had died."""
+        return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+
+
+ALONE = Place()
+
+
+def place(parallel: str = "ddp") -> Place:
+    """What torchrun's variables say of this process.
+
+    Raises ValueError when they are incomplete or contradict each other.
     """
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
     found = {name: os.environ[name] for name in names if name in os.environ}
     if not found:
-        return 0, 0, 1
+        return ALONE._replace(parallel=parallel)
     try:
         rank, local_rank, world_size = (int(found[name]) for name in names)
         if 0 <= rank < world_size and 0 <= local_rank:
-            return rank, local_rank, world_size
+            return Place(rank, local_rank, world_size, parallel)
     except (KeyError, ValueError):
         pass
     shown = ", ".join(f"{name}={found.get(name, '(not set)')}" for name in names)
@@ -44,8 +74,12 @@ def place() -> tuple[int, int, int]:
     )
 
 
-def check_accumulation(gradient_accumulation_steps: int, world_size: int) -> None:
-    """Raises ValueError unless every process gets as many of a step's micro-batches."""
+def check(
+    here: Place, gradient_accumulation_steps: int, dtype: torch.dtype, cuda_graphs: bool
+) -> None:
+    """Raises ValueError for what several processes cannot do; before they meet, so that each says
+    so itself."""
+    world_size = here.world_size
     if gradient_accumulation_steps % world_size:
         below = gradient_accumulation_steps // world_size * world_size
         raise ValueError(
@@ -53,11 +87,17 @@ def check_accumulation(gradient_accumulation_steps: int, world_size: int) -> Non
             f"of all {world_size} processes, so it must be a multiple of {world_size}: use "
             + " or ".join(str(n) for n in (below, below + world_size) if n)
         )
+    if here.shards_model and (cuda_graphs or dtype == torch.float16):
+        raise ValueError(
+            "parallel=fsdp exchanges weights inside a step, which CUDA graphs and float16's loss "
+            "scaling do not allow: use compile_mode=default (or max-autotune-no-cudagraphs) and "
+            "dtype=bfloat16, or parallel=ddp"
+        )
 
 
-def start(device: torch.device, backend: str, config: dict[str, Any]) -> None:
+def start(here: Place, device: torch.device, backend: str, config: dict[str, Any]) -> None:
     """Join the other processes, if there are any, and see that all have the same settings."""
-    rank, _, world_size = place()
+    rank, world_size = here.rank, here.world_size
     if world_size == 1:
         return
     if backend == "auto":
@@ -91,7 +131,7 @@ def start(device: torch.device, backend: str, config: dict[str, Any]) -> None:
 
 def launcher() -> list[str]:
     """The beginning of the command that started this process."""
-    world_size = place()[2]
+    world_size = place().world_size
     if world_size == 1:
         return ["python"]
     local = os.environ.get("LOCAL_WORLD_SIZE", str(world_size))
@@ -116,22 +156,13 @@ def leave(status: int = 0) -> None:
     os._exit(status)
 
 
-def add_up(tensor: Tensor) -> None:
+def all_reduce_sum(tensor: Tensor) -> None:
     """Replace `tensor` by its sum over all processes."""
     if dist.is_initialized():
         dist.all_reduce(tensor)
 
 
-def any_of(flag: bool) -> bool:
-    """Whether `flag` is true on any process."""
-    if not dist.is_initialized():
-        return flag
-    found = torch.tensor(int(flag))
-    dist.all_reduce(found, op=dist.ReduceOp.MAX)
-    return bool(found)
-
-
-def smallest(value: float) -> float:
+def all_reduce_min(value: float) -> float:
     """The smallest `value` of any process."""
     if not dist.is_initialized():
         return value
@@ -140,11 +171,16 @@ def smallest(value: float) -> float:
     return float(found)
 
 
-def blocks_together(n_layer: int, block_params: int) -> int:
+def any_process(flag: bool) -> bool:
+    """Whether `flag` is true on any process."""
+    return all_reduce_min(0.0 if flag else 1.0) == 0.0
+
+
+def blocks_per_exchange(n_layer: int, block_params: int) -> int:
     """How many blocks fsdp exchanges at once. An exchange costs the host as much time for small
     blocks as for large ones, and small ones keep a GPU busy for less. Four exchanges at least are
     left, if there are four blocks: they overlap with computation."""
-    return max(1, min(EXCHANGED // block_params, n_layer // 4))
+    return max(1, min(PARAMS_PER_EXCHANGE // block_params, n_layer // 4))
 
 
 def shard(model: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
@@ -163,7 +199,7 @@ def shard(model: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
     )
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     blocks = list(model.blocks)
-    n = blocks_together(len(blocks), sum(p.numel() for p in blocks[0].parameters()))
+    n = blocks_per_exchange(len(blocks), sum(p.numel() for p in blocks[0].parameters()))
     for modules in (*(blocks[i : i + n] for i in range(0, len(blocks), n)), [model]):
         fully_shard(modules, mesh=mesh, mp_policy=policy)
         modules[0].set_gradient_divide_factor(1.0)  # a sum: losses are divided already
@@ -177,53 +213,43 @@ def keep_gathered(model: nn.Module) -> None:
         block.set_reshard_after_forward(False)
 
 
-def compile_blocks(model: nn.Module, mode: str, checkpointing: str) -> None:
-    """Compile the blocks of a divided model, each on its own: weights are exchanged in between."""
-    import torch._functorch.config as functorch_config
-
-    # without activation checkpointing, recompute what costs next to nothing
-    functorch_config.activation_memory_budget = 0.9 if checkpointing == "none" else 1.0
-    for block in model.blocks:
-        block.forward = torch.compile(block.forward, mode=mode, dynamic=False)
-
-
-def is_divided(value: Any) -> bool:
+def is_sharded(value: Any) -> bool:
     """Whether `value` is a tensor that is divided among the processes (a DTensor)."""
     return hasattr(value, "full_tensor")
 
 
 @torch.no_grad()
-def shares(tensors: list[Tensor]) -> list[Tensor]:
-    """This process's parts of tensors, in the same memory; all or none of them are divided."""
-    if not tensors or not is_divided(tensors[0]):
+def local_shards(tensors: list[Tensor]) -> list[Tensor]:
+    """This process's parts of tensors, in the same memory; all or none of them are sharded."""
+    if not tensors or not is_sharded(tensors[0]):
         return tensors
     return [tensor.to_local() for tensor in tensors]
 
 
 def total_norm(tensors: list[Tensor]) -> Tensor:
-    """The 2-norm (scalar) of tensors together; all or none of them are divided."""
-    norm = torch.nn.utils.get_total_norm(shares(tensors))
-    if is_divided(tensors[0]):
+    """The 2-norm (scalar) of tensors together; all or none of them are sharded."""
+    norm = torch.nn.utils.get_total_norm(local_shards(tensors))
+    if is_sharded(tensors[0]):
         norm.square_()
-        add_up(norm)
+        all_reduce_sum(norm)
         norm.sqrt_()
     return norm
 
 
-def gather(state: Any) -> Any:
-    """`state` with every divided tensor whole on the first process's CPU, one after the other; the
+def gather_full(state: Any) -> Any:
+    """`state` with every sharded tensor whole on the first process's CPU, one after the other; the
     other processes get None in their places."""
     if isinstance(state, dict):
-        return {key: gather(value) for key, value in state.items()}
-    if is_divided(state):
+        return {key: gather_full(value) for key, value in state.items()}
+    if is_sharded(state):
         whole = state.full_tensor()
         return whole.cpu() if dist.get_rank() == 0 else None
     return state
 
 
-def divide_like(tensor: Tensor, parameter: Tensor) -> Tensor:
-    """The whole `tensor`, divided among the processes as `parameter` is."""
-    if not is_divided(parameter):
+def shard_like(tensor: Tensor, parameter: Tensor) -> Tensor:
+    """The whole `tensor`, sharded as `parameter` is."""
+    if not is_sharded(parameter):
         return tensor
     from torch.distributed.tensor import distribute_tensor
 

@@ -123,6 +123,27 @@ class HFTokenizer:
 META_KEYS = ("tokenizer", "alphabet", "json", "end_of_text")  # what checkpoints keep of meta.json
 
 
+def find_folder(source: str, patterns: list[str]) -> Path:
+    """The folder `source`, or the hub's repository of that name, its files of these patterns
+    downloaded to the hub's cache.
+
+    Raises ValueError when there is neither.
+    """
+    if Path(source).is_dir():
+        return Path(source)
+    try:
+        from huggingface_hub import snapshot_download
+
+        return Path(snapshot_download(source, allow_patterns=patterns))
+    except ImportError:
+        raise ValueError(f"no folder {source}; for the hub: pip install huggingface_hub") from None
+    except Exception as error:  # the hub's library has many kinds; each has its reason
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise ValueError(
+            f"{source} is neither a folder nor a model that the Hugging Face hub gives: {reason}"
+        ) from None
+
+
 def hf_tokenizer_meta(folder: Path) -> dict[str, Any]:
     """What `from_meta` needs for the tokenizer.json in `folder`; empty if there is none."""
     path = folder / "tokenizer.json"
@@ -200,8 +221,6 @@ def byte_pairs(ranks: dict[bytes, int]) -> list[tuple[bytes, bytes]]:
 def named(name: str) -> Tokenizer:
     """The tokenizer that a prepare script's --tokenizer names: gpt2, byte, or hf:PATH_OR_HUB_ID."""
     if name.startswith("hf:"):
-        from convert import find_folder
-
         meta = hf_tokenizer_meta(find_folder(name[3:], ["*.json"]))
         if not meta:
             raise ValueError(f"{name[3:]} has no tokenizer.json")

@@ -1,24 +1,31 @@
-"""Data sets from the Hugging Face hub, through `datasets`: documents to token files, in shards.
+"""Documents to token files: a data set that train.py reads is train.bin, val.bin and meta.json.
 
-Every shard becomes a pair of files under `shards/`; an interrupted run goes on with those that are
-missing. Which documents are held out depends on their position only, not on processes or restarts.
+Token files are headerless little-endian uint16, or uint32 when the vocabulary needs it. meta.json
+names the tokenizer (with its alphabet), the vocabulary size, the dtype and the token counts. Files
+appear under their final names only when they are complete.
+
+Data sets from the Hugging Face hub are tokenized in shards. Every shard becomes a pair of files
+under `shards/`; an interrupted run goes on with those that are missing. Which documents are held
+out depends on their position only, not on processes or restarts.
 """
 
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from steady.dataloader import scramble
+from steady.tokenizer import Tokenizer, named
+
 import numpy as np
 
 from configurator import configure
-from dataloader import scramble
-from tokenizer import Tokenizer, named
-from writer import SPLITS, complete, write_tokens
 
+SPLITS = ("train", "val")
+BUFFER_TOKENS = 2**20  # tokens held before they are written
 DOCUMENTS_PER_SHARD = 50_000
 
 # what the prepare.py of every data set from the hub accepts, besides what it defines itself
@@ -31,7 +38,73 @@ streaming = False  # read over the network without keeping a copy of the text
 out = ""  # folder to write to; default: the data set's own
 
 
-def prepare(namespace: dict[str, Any]) -> None:
+def token_dtype(tokenizer: Tokenizer) -> np.dtype:
+    """The smaller of uint16 and uint32 that holds every id."""
+    return np.dtype("<u2" if tokenizer.vocab_size <= 2**16 else "<u4")
+
+
+def write_tokens(path: Path, tokenizer: Tokenizer, documents: Iterable[str]) -> None:
+    """Write the ids of `documents` to `path`, each with the tokenizer's end-of-text token where it
+    has one."""
+    buffer: list[int] = []
+    with open(path, "wb") as file:
+        for document in documents:
+            buffer += tokenizer.encode(document)
+            if tokenizer.end_of_text is not None:
+                buffer.append(tokenizer.end_of_text)
+            if len(buffer) >= BUFFER_TOKENS:
+                np.array(buffer, dtype=token_dtype(tokenizer)).tofile(file)
+                buffer = []
+        np.array(buffer, dtype=token_dtype(tokenizer)).tofile(file)
+
+
+def write_dataset(
+    folder: str | Path, tokenizer: Tokenizer, splits: dict[str, Iterable[str]]
+) -> dict[str, int]:
+    """Tokenize `splits` (`{"train": documents, "val": documents}`) into `folder`.
+
+    Returns the token count of each split and prints them.
+    """
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    for split in SPLITS:
+        write_tokens(folder / f"{split}.bin.tmp", tokenizer, splits[split])
+    return complete(folder, tokenizer)
+
+
+def complete(folder: Path, tokenizer: Tokenizer) -> dict[str, int]:
+    """Give `train.bin.tmp` and `val.bin.tmp` their final names and write meta.json beside them."""
+    dtype = token_dtype(tokenizer)
+    counts = {}
+    for split in SPLITS:
+        counts[split] = (folder / f"{split}.bin.tmp").stat().st_size // dtype.itemsize
+        if counts[split] == 0:
+            raise ValueError(f"the {split} split of {folder} would be empty: more text is needed")
+    ids = np.fromfile(folder / "val.bin.tmp", dtype=dtype, count=2**27)
+    probabilities = np.bincount(ids) / len(ids)
+    probabilities = probabilities[probabilities > 0]
+    meta = tokenizer.meta() | {
+        "vocab_size": tokenizer.vocab_size,
+        "dtype": {2: "uint16", 4: "uint32"}[dtype.itemsize],
+        "tokens": counts,
+        # the validation loss of the best model that knows nothing but how often each token occurs
+        "unigram_entropy": float(-(probabilities * np.log(probabilities)).sum()),
+    }
+    (folder / "meta.json.tmp").write_text(json.dumps(meta, indent=1) + "\n", encoding="utf-8")
+    for name in [f"{split}.bin" for split in SPLITS] + ["meta.json"]:
+        os.replace(folder / f"{name}.tmp", folder / name)
+    for split, count in counts.items():
+        print(f"{folder / split}.bin: {count:,} tokens")
+    return counts
+
+
+def split_text(text: str, val_fraction: float = 0.1) -> dict[str, list[str]]:
+    """The last `val_fraction` of a text as validation set, as nanoGPT's prepare scripts do."""
+    cut = int(len(text) * (1 - val_fraction))
+    return {"train": [text[:cut]], "val": [text[cut:]]}
+
+
+def prepare_hub_dataset(namespace: dict[str, Any]) -> None:
     """All that a data set's prepare.py does with its `globals()` and the command line."""
     config = configure(namespace, base=__file__)
     folder = config.pop("out") or Path(namespace["__file__"]).parent

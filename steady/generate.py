@@ -1,0 +1,198 @@
+"""Sampling: a KV cache of static shape, the choice of the next token, decoding in a CUDA graph.
+
+Shapes: B batch, T new tokens, H query heads, K key/value heads, D width of a head, S length of the
+cache, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from steady.linear import compute_dtype
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+if TYPE_CHECKING:
+    from steady.tokenizer import Tokenizer
+
+    import numpy as np
+
+    from model import GPT, GPTConfig
+
+
+class KVCache:
+    """Keys and values of the tokens decoded so far, for all layers.
+
+    From one decoding step to the next only the contents of tensors change, and the position lies on
+    the device, so that a step can be recorded as a CUDA graph.
+    """
+
+    def __init__(
+        self,
+        config: GPTConfig,
+        batch_size: int,
+        length: int,
+        device: torch.device,
+        dtype: torch.dtype,
+    ):
+        length = math.ceil(length / 16) * 16  # attention would copy a mask of any other width
+        shape = (batch_size, config.n_kv_head, length, config.head_dim)
+        self.position = torch.zeros((), device=device, dtype=torch.int64)  # tokens held
+        self.slots = torch.arange(length, device=device)
+        self.heads_per_key = config.n_head // config.n_kv_head
+        self.layers = [LayerCache(self, shape, dtype) for _ in range(config.n_layer)]
+
+    def advance(self, T: int) -> Tensor:
+        """Make room for T more tokens; returns their positions (T,)."""
+        self.positions = self.position + self.slots[:T]
+        visible = self.slots <= self.positions[:, None]  # (T, S)
+        mask = torch.where(visible, 0.0, -math.inf).to(self.layers[0].keys.dtype)
+        self.mask = mask.repeat(self.heads_per_key, 1)  # a row for each query head of a key head
+        self.position += T
+        return self.positions
+
+
+class LayerCache:
+    """One layer's keys and values (B, K, S, D)."""
+
+    def __init__(self, whole: KVCache, shape: tuple[int, ...], dtype: torch.dtype):
+        self.whole = whole
+        self.keys = torch.zeros(shape, device=whole.position.device, dtype=dtype)
+        self.values = torch.zeros_like(self.keys)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Store keys and values (B, K, T, D) of the new tokens, then let their queries (B, H, T, D)
+        attend to all that is held. Returns (B, H, T, D)."""
+        B, H, T, D = q.shape
+        keys = self.keys.index_copy_(2, self.whole.positions, k)
+        values = self.values.index_copy_(2, self.whole.positions, v)
+        # the query heads that share a key head become rows of one product
+        rows = q.reshape(B, k.shape[1], self.whole.heads_per_key * T, D)
+        y = F.scaled_dot_product_attention(rows, keys, values, attn_mask=self.whole.mask)
+        return y.reshape(B, H, T, D)
+
+
+@torch.no_grad()
+def generate(
+    model: GPT,
+    tokens: Tensor,
+    max_new_tokens: int,
+    temperature: float = 1.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    vocab_size: int | None = None,
+    generator: torch.Generator | None = None,
+    on_token: Callable[[Tensor], None] | None = None,
+    cuda_graph: bool = False,
+) -> Tensor:
+    """Continue every row of `tokens` (B, T), each row drawing on its own.
+
+    Args:
+        temperature, top_k, top_p: see `draw`.
+        vocab_size: ids from here on are never drawn (the padding of a vocabulary).
+        on_token: called with every new column (B,) as it is drawn.
+        cuda_graph: record a decoding step and replay it, for speed on a GPU.
+
+    Returns (B, T + max_new_tokens). Of a prompt longer than block_size the model sees the end; when
+    the context is full, it goes on with the newer half of it.
+    """
+    size = model.config.block_size
+    length = min(size, tokens.shape[1] + max_new_tokens)
+    dtype = compute_dtype(model.lm_head.weight)
+    cache = KVCache(model.config, tokens.shape[0], length, tokens.device, dtype)
+
+    def step(context: Tensor) -> Tensor:
+        return model(context, cache=cache)
+
+    decode = None  # a step for a single token, once it is recorded
+    held, context = 0, tokens[:, -size:]
+    for _ in range(max_new_tokens):
+        if held + context.shape[1] > size:
+            cache.position.zero_()
+            held, context = 0, tokens[:, -max(1, size // 2) :]
+        if context.shape[1] > 1 or not cuda_graph:
+            logits = step(context)
+        elif decode is None:
+            logits = step(context)
+            decode = as_cuda_graph(step, context)
+        else:
+            logits = decode(context)
+        held += context.shape[1]
+        logits = logits[:, -1, :vocab_size].float()  # (B, V)
+        new = draw(logits, temperature, top_k, top_p, generator)  # (B,)
+        context = new[:, None]
+        tokens = torch.cat((tokens, context), dim=1)
+        if on_token is not None:
+            on_token(new)
+    return tokens
+
+
+def draw(
+    logits: Tensor,
+    temperature: float = 1.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    generator: torch.Generator | None = None,
+) -> Tensor:
+    """One token per row of `logits` (B, V); returns (B,).
+
+    temperature 0 (below 1e-6, where logits might overflow) takes the likeliest token. top_k 0 and
+    top_p 1 keep every token; otherwise only the k likeliest are kept, then the fewest of them whose
+    probabilities reach top_p (Holtzman et al. 2020).
+    """
+    if temperature < 1e-6:
+        return logits.argmax(dim=-1)
+    logits = (logits / temperature).nan_to_num()  # drawing from NaN or infinity ends a process
+    if 0 < top_k < logits.shape[-1]:
+        threshold = logits.topk(top_k, dim=-1).values[:, -1:]
+        logits = logits.masked_fill(logits < threshold, -math.inf)
+    if top_p < 1.0:
+        ordered, order = logits.sort(dim=-1, descending=True)
+        probs = ordered.softmax(dim=-1)
+        beyond = probs.cumsum(dim=-1) - probs >= top_p  # never the first
+        logits = logits.masked_fill(beyond.gather(1, order.argsort(dim=-1)), -math.inf)
+    return torch.multinomial(logits.softmax(dim=-1), 1, generator=generator).squeeze(1)
+
+
+def as_cuda_graph(
+    function: Callable[[Tensor], Tensor], example: Tensor
+) -> Callable[[Tensor], Tensor]:
+    """`function` for tensors like `example`, recorded once: hundreds of kernels in one launch.
+
+    It must have run before, since recording runs nothing. Every call returns the same tensor.
+    """
+    graph, static = torch.cuda.CUDAGraph(), example.clone()
+    with torch.cuda.graph(graph):
+        out = function(static)
+
+    def replay(tensor: Tensor) -> Tensor:
+        static.copy_(tensor)
+        graph.replay()
+        return out
+
+    return replay
+
+
+def sample_while_training(model: GPT, prompt: np.ndarray, tokenizer: Tokenizer, seed: int) -> str:
+    """The text of `prompt` (T,) and 100 tokens after it.
+
+    Neither CUDA graphs nor training's random numbers notice: the model runs uncompiled, and draws
+    come from a generator of their own.
+    """
+    device = model.lm_head.weight.device
+    tokens = torch.from_numpy(prompt.astype("int64"))[None].to(device)  # (1, T)
+    generator = torch.Generator(device).manual_seed(seed)
+    model.eval()
+    with torch.compiler.set_stance("force_eager"):
+        out = generate(
+            model, tokens, 100, temperature=0.8, top_k=200, vocab_size=tokenizer.vocab_size,
+            generator=generator,
+        )  # fmt: skip
+    model.train()
+    # A sample leaves cached blocks of sizes that training has no use for. (Without CUDA: nothing.)
+    torch.cuda.empty_cache()
+    return tokenizer.decode(out[0].tolist())

@@ -1,0 +1,260 @@
+"""Where GPU memory goes, and what to do when there is not enough of it.
+
+`estimate` says what a training step takes; `fit` finds a split of the global batch that fits, by
+trying real steps.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import re
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple
+
+from steady import distributed, hardware
+from steady.distributed import Place
+from steady.environment import Plan
+from steady.loss import CHUNK_ELEMENTS
+
+import torch
+from torch import nn
+
+from configurator import CHOICES
+
+if TYPE_CHECKING:
+    from model import GPTConfig
+
+CHECKPOINTING = CHOICES["activation_checkpointing"]
+
+# The estimate has been up to 5% too low and 10% too high. What is tried may exceed what there is by
+# the second; what cannot be tried must leave room for the first, and what is only a gain for more.
+WORTH_TRYING = 1.1
+SURE_TO_FIT = 0.95
+ROOM_TO_SPARE = 0.8
+
+
+class Split(NamedTuple):
+    """How the sequences of a step are computed."""
+
+    batch_size: int
+    activation_checkpointing: str
+
+
+class Step(NamedTuple):
+    """What a training step consists of, however its sequences are split into micro-batches."""
+
+    model_config: GPTConfig
+    n_params: int
+    sequences: int  # of one process
+    dtype: torch.dtype  # what matrix products are computed in
+    plan: Plan
+    here: Place
+
+    @property
+    def shards(self) -> int:
+        """Processes that the model is divided among."""
+        return self.here.world_size if self.here.shards_model else 1
+
+    def keeps_gradients(self, batch_size: int) -> bool:
+        """Whether there are gradients while the next micro-batch is computed."""
+        return self.plan.cuda_graphs or batch_size < self.sequences
+
+    def copies_gradients(self) -> bool:
+        """Whether they are copied into one tensor at the end, to be summed."""
+        return self.here.sums_gradients and not self.plan.cuda_graphs
+
+
+class Fit(NamedTuple):
+    """A split that fits, and the model that was run to find out."""
+
+    split: Split
+    model: nn.Module
+    memory: dict[str, float]  # what it takes, see `estimate`
+    reason: str  # why it is not the split that was wanted; "" if it is
+
+    def report(self, sequences: int) -> str:
+        """What to tell the user about a global batch of so many sequences."""
+        line = f"memory {describe(self.memory)}, by estimate"
+        if not self.reason:
+            return line
+        batch_size, kind = self.split
+        return (
+            f"{self.reason}: going on with --batch_size={batch_size} "
+            f"--gradient_accumulation_steps={sequences // batch_size} "
+            f"--activation_checkpointing={kind}, the same global batch; these flags make it "
+            f"permanent\n{line}"
+        )
+
+
+def estimate(
+    step: Step, batch_size: int, checkpointing: str, gathered: bool = False
+) -> dict[str, float]:
+    """Peak memory of a training step without dropout, in GiB per component.
+
+    The peak is at the end of the forward pass, or where backward has recomputed a block. Unless
+    gradients are kept from micro-step to micro-step, there are none then; they take the place of
+    the activations that backward frees. With few activations the peak is at the step's end.
+
+    Args:
+        gathered: whether each process holds the weights of all blocks from forward to backward,
+            of a model that is divided among several.
+    """
+    config = step.model_config
+    tokens, size = batch_size * config.block_size, step.dtype.itemsize
+    width, kv_width = config.n_embd, config.n_kv_head * config.head_dim
+    q_width = config.n_head * config.head_dim
+    # values that one block keeps per token: its input, both norms' outputs, queries, the
+    # attention's output, the residual after it; keys and values; gate, up and their product
+    block = 4 * width + 2 * q_width + 2 * kv_width + 3 * config.n_hidden
+    if not step.plan.compiled:  # also the gate's SiLU, and the norms' inputs in float32
+        block += config.n_hidden + (2 * width if size < 4 else 0)
+    elif step.shards > 1:  # compiled with a budget: norms' outputs and the product are recomputed
+        block -= config.n_hidden + 2 * width
+    if step.dtype == torch.float16:  # the residual stream stays in float32
+        block += 2 * width
+    per_block = {
+        "none": block,
+        "selective": width + q_width,  # its input and attention's output
+        "block": width,  # its input
+    }[checkpointing]
+    kept = config.n_layer * per_block
+    chunk = min(CHUNK_ELEMENTS, tokens * config.vocab_size)
+    if checkpointing != "none":
+        # compiled, the gradients of gate, up, their product and the output are there with it
+        recomputed = block + (3 * config.n_hidden + width if step.plan.compiled else 0)
+        if tokens * recomputed > chunk:  # not at the same time
+            kept, chunk = kept + recomputed, 0
+    head = config.vocab_size * width
+    in_blocks = step.n_params - (head if config.tied_embeddings else 2 * head)
+    if step.shards > 1 and not gathered:  # the blocks of this exchange and of the next one
+        together = distributed.blocks_per_exchange(config.n_layer, in_blocks // config.n_layer)
+        copied = min(1, 2 * together / config.n_layer)
+    else:  # all, from forward to backward
+        copied = gathered or size < 4
+    copies = size * in_blocks * copied
+    weights = 4 * step.n_params / step.shards
+    components = {
+        "weights": weights + copies,
+        "gradients": weights if step.keeps_gradients(batch_size) else 0,
+        "optimizer": 2 * weights,
+        "activations": size * tokens * (kept + 4 * width),  # and the loss's inputs and gradients
+        "logits": size * chunk + 8 * head,  # one chunk, and the head's gradient being summed up
+    }
+    end = {
+        "weights": weights,
+        "gradients": (1 + step.copies_gradients()) * weights,
+        "optimizer": 2 * weights,
+    }
+    components = max(components, end, key=lambda parts: sum(parts.values()))
+    return {name: bytes_ / 2**30 for name, bytes_ in components.items()}
+
+
+def describe(components: dict[str, float]) -> str:
+    """`weights 0.50 + ... = 12.34 GiB`, or in whole MiB if it is less than one GiB."""
+    total = sum(components.values())
+    factor, digits, unit = (1, 2, "GiB") if total >= 1 else (1024, 0, "MiB")
+    parts = (f"{name} {factor * size:.{digits}f}" for name, size in components.items())
+    return f"{' + '.join(parts)} = {factor * total:.{digits}f} {unit}"
+
+
+def fit(
+    try_step: Callable[[int, str], nn.Module],
+    step: Step,
+    wanted: Split,
+    device: torch.device,
+    auto: bool = False,
+) -> Fit:
+    """How to split the sequences of a step, on all processes the same: `wanted` if that fits, else
+    the next split that does.
+
+    Args:
+        try_step: runs a step with a batch size and a kind of activation checkpointing, and returns
+            the model that it ran.
+        auto: take the largest batch size that fits.
+
+    A process that fails inside an exchange of FSDP leaves the others waiting, so there is no second
+    try then, and the estimate decides what the first is. Raises ValueError when nothing fits.
+    """
+    available_gib = distributed.all_reduce_min(hardware.available_memory_gib(device))
+    if auto and available_gib == math.inf:
+        hardware.require_cuda(device, "batch_size=auto")
+    sharded = step.shards > 1
+    limit = (SURE_TO_FIT if sharded else WORTH_TRYING) * available_gib
+    splits = splits_to_try(step, wanted, limit, auto)
+    for split in splits[:1] if sharded else splits:
+        model = unless_out_of_memory(try_step, split)
+        failed = model is None
+        if not sharded:
+            failed = distributed.any_process(failed)
+        if not failed:
+            reason = "batch_size=auto" if auto else "out of memory"
+            found = Fit(split, model, estimate(step, *split), reason if split != wanted else "")
+            return with_gathered_weights(found, step, available_gib)
+        del model
+        release()
+    tried = splits[0][0]
+    if sharded and tried > 1:
+        raise ValueError(
+            f"out of memory with {tried} sequences: use --batch_size={tried // 2} with "
+            "--gradient_accumulation_steps so much larger, or --activation_checkpointing=block"
+        )
+    raise ValueError(
+        f"out of memory even with one sequence and activation checkpointing: a step takes about "
+        f"{describe(estimate(step, 1, 'block'))}; use a smaller block_size or model"
+    )
+
+
+def splits_to_try(step: Step, wanted: Split, limit_gib: float, auto: bool = False) -> list[Split]:
+    """In which order to look for a split of a step's sequences that fits.
+
+    Micro-batches of about half the size each time, divisors of `step.sequences`, then single
+    sequences with ever more activation checkpointing. With `auto` all divisors, from the largest
+    down. What takes more than `limit_gib` by the estimate is left out, since compiling takes time;
+    the last one is there in any case.
+    """
+    sizes = [step.sequences if auto else wanted.batch_size]
+    for size in range(sizes[0] - 1, 0, -1):
+        if step.sequences % size == 0 and (auto or 2 * size <= sizes[-1]):
+            sizes.append(size)
+    kind = wanted.activation_checkpointing
+    more = CHECKPOINTING[CHECKPOINTING.index(kind) + 1 :]
+    splits = [Split(size, kind) for size in sizes] + [Split(1, kind) for kind in more]
+    fitting = [split for split in splits if sum(estimate(step, *split).values()) <= limit_gib]
+    return fitting or splits[-1:]
+
+
+def unless_out_of_memory(
+    try_step: Callable[[int, str], nn.Module], split: Split
+) -> nn.Module | None:
+    """What `try_step(*split)` returns, or None where it runs out of memory."""
+    try:
+        return try_step(*split)
+    except RuntimeError as error:  # torch.OutOfMemoryError is one; libraries raise their own
+        if not re.search("out of memory|ALLOC_FAILED", str(error)):
+            raise
+        return None
+
+
+def with_gathered_weights(found: Fit, step: Step, available_gib: float) -> Fit:
+    """Have a divided model hold its gathered weights from forward to backward if there is ample
+    room for them: a third of the exchanges less."""
+    if step.shards == 1:
+        return found
+    more = estimate(step, *found.split, gathered=True)
+    if sum(more.values()) >= ROOM_TO_SPARE * available_gib:
+        return found
+    distributed.keep_gathered(found.model)
+    return found._replace(memory=more)
+
+
+def release() -> None:
+    """Free everything a failed attempt left: compiled code, CUDA graphs' pools, cached blocks."""
+    torch._dynamo.reset()
+    if torch.cuda.is_available():
+        from torch._inductor import cudagraph_trees
+
+        cudagraph_trees.reset_cudagraph_trees()
+        gc.collect()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()

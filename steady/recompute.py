@@ -1,0 +1,55 @@
+"""Activation checkpointing: what backward recomputes instead of keeping, to save memory.
+
+`block` keeps the input of every block and recomputes all of it in backward (Chen et al. 2016,
+"Training deep nets with sublinear memory cost"). `selective` keeps what attention returned too, the
+one part that is slow to recompute (Korthikanti et al. 2022).
+"""
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import checkpoint
+
+# What `selective` keeps: attention's kernels, and dropout, which must not be drawn a second time.
+KEPT = frozenset((
+    torch.ops.aten.native_dropout.default,
+    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+    torch.ops.aten._scaled_dot_product_flash_attention.default,
+    torch.ops.aten._scaled_dot_product_efficient_attention.default,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+))  # fmt: skip
+
+
+def use_activation_checkpointing(model: nn.Module, kind: str) -> None:
+    """Have every block of `model` recompute as `kind` says: none, selective or block.
+
+    Decide before compiling. A forward pass without gradients keeps nothing in any case.
+    """
+    for block in model.blocks:
+        plain = type(block).forward.__get__(block)
+        if kind == "none":
+            block.forward = plain
+        # With dropout, `block` does what `selective` does: attention that is recomputed inside
+        # compiled code would draw from a generator that torch.manual_seed does not reach.
+        elif kind == "block" and not block.dropout.p:
+            block.forward = partial(run_checkpointed, plain)
+        else:
+            contexts = partial(checkpoint.create_selective_checkpoint_contexts, keep_or_recompute)
+            block.forward = partial(run_checkpointed, plain, context_fn=contexts)
+
+
+def run_checkpointed(forward: Any, *inputs: Any, **options: Any) -> torch.Tensor:
+    """`forward(*inputs)`, recomputed in backward if there will be one."""
+    if not torch.is_grad_enabled():
+        return forward(*inputs)
+    return checkpoint.checkpoint(forward, *inputs, use_reentrant=False, **options)
+
+
+def keep_or_recompute(
+    context: Any, op: Any, *args: Any, **kwargs: Any
+) -> checkpoint.CheckpointPolicy:
+    """The policy of selective activation checkpointing."""
+    policy = checkpoint.CheckpointPolicy
+    return policy.MUST_SAVE if op in KEPT else policy.PREFER_RECOMPUTE
