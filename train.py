@@ -100,8 +100,7 @@ if here.restarted and ckpt_path.exists():
     init_from = config["init_from"] = "resume"
 device = hardware.choose_device(device, here.local_rank if here.world_size > 1 else None)
 dtype = hardware.choose_dtype(dtype, device)
-if memory_snapshot:
-    hardware.require_cuda(device, "memory_snapshot=True")
+hardware.require_cuda(device, memory_snapshot=memory_snapshot)
 plan = environment.plan(compile, compile_mode, device)
 distributed.check(here, gradient_accumulation_steps, dtype, plan.cuda_graphs)
 distributed.start(here, device, backend, config)
@@ -124,22 +123,19 @@ train_file, val_file = data.open(block_size, model_config.vocab_size)
 
 # raw_model is never compiled or wrapped: it is what is saved, sampled and counted
 hardware.prepare(device, dtype, model_config.n_embd, block_size)
-raw_model = GPT(model_config).to("cpu" if here.shards_model else device)
-raw_model.use_cudnn_attention(hardware.cudnn_attention(device, dtype, model_config.head_dim))
+raw_model = GPT(model_config)
 if start.weights:
     raw_model.load_state_dict(start.weights)
-if here.shards_model:
-    distributed.shard(raw_model, device, dtype)
+raw_model.use_cudnn_attention(hardware.cudnn_attention(device, dtype, model_config.head_dim))
+distributed.place_model(raw_model, here, device, dtype)
 
 # -----------------------------------------------------------------------------
 # optimizer
 gradients = optim.Gradients(raw_model, keep=plan.cuda_graphs, summed=here.sums_gradients)
-optimizer = optim.build_optimizer(raw_model, learning_rate, (beta1, beta2), weight_decay)
+optimizer = optim.build_optimizer(raw_model, config, start.optimizer)
 scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
-if start.optimizer:
-    optim.load_moments(optimizer, start.optimizer)
+if start.scaler:
     scaler.load_state_dict(start.scaler)
-optim.allocate_state(optimizer)
 iter_num, best_val_loss = start.iter_num, start.best_val_loss
 pretrained_dtype = start.pretrained_dtype
 

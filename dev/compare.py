@@ -17,7 +17,7 @@ from types import ModuleType
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from steady import hardware
-from steady.optim import allocate_state, build_optimizer, clip_in_step
+from steady.optim import build_optimizer, clip_in_step
 
 import torch
 
@@ -75,9 +75,7 @@ for name in names:
     recompute.use_activation_checkpointing(model, config["activation_checkpointing"])
     if first is None:
         first = model
-        betas = config["beta1"], config["beta2"]
-        optimizer = build_optimizer(first, 0.0, betas, config["weight_decay"])
-        allocate_state(optimizer)
+        optimizer = build_optimizer(first, config | {"learning_rate": 0.0})
     # its very parameters, not copies: the optimizer has them
     model.load_state_dict(first.state_dict(keep_vars=True), assign=True)
     if config["compile"]:

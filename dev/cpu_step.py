@@ -94,7 +94,7 @@ plain = Plain(1 + (count(ours) - count(Plain(1))) // (2 * WIDTH * LAYERS))
 rate, decay = config["learning_rate"], config["weight_decay"]
 betas = config["beta1"], config["beta2"]
 own_adamw = torch.optim.AdamW(plain.parameters(), lr=rate, betas=betas, weight_decay=decay)
-fused = [build_optimizer(model, rate, betas, decay) for model in (ours, plain)]
+fused = [build_optimizer(model, config) for model in (ours, plain)]
 variants = {
     "plain": (plain, own_adamw, False),
     "plain, fused AdamW": (plain, fused[1], False),

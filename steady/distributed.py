@@ -183,11 +183,19 @@ def blocks_per_exchange(n_layer: int, block_params: int) -> int:
     return max(1, min(PARAMS_PER_EXCHANGE // block_params, n_layer // 4))
 
 
+def place_model(model: nn.Module, here: Place, device: torch.device, dtype: torch.dtype) -> None:
+    """Move `model` from the CPU to `device`, all of it or this process's part, in place."""
+    if here.shards_model:
+        shard(model, device, dtype)
+    else:
+        model.to(device)
+
+
 def shard(model: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
     """Divide `model` among all processes, a few blocks at a time, in place (FSDP2).
 
-    It may come on the CPU: then no device ever holds more than its share and those blocks. Products
-    run in `dtype`, gradients are summed in float32, as without it.
+    If it comes on the CPU, no device ever holds more than its share and those blocks. Products run
+    in `dtype`, gradients are summed in float32, as without it.
     """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard

@@ -81,10 +81,11 @@ def choose_dtype(name: str, device: torch.device) -> torch.dtype:
     return getattr(torch, name)
 
 
-def require_cuda(device: torch.device, setting: str) -> None:
-    """Raises ValueError for a setting that only a CUDA device can follow."""
-    if device.type != "cuda":
-        raise ValueError(f"{setting} needs a CUDA device, not {device}")
+def require_cuda(device: torch.device, **settings: bool | str) -> None:
+    """Raises ValueError for a setting that is on (not False) and needs a CUDA device."""
+    for name, value in settings.items():
+        if value and device.type != "cuda":
+            raise ValueError(f"{name}={value} needs a CUDA device, not {device}")
 
 
 def autocast(device: torch.device, dtype: torch.dtype) -> contextlib.AbstractContextManager:

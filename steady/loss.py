@@ -9,6 +9,8 @@ replaces logits by their gradient in place; elsewhere plain torch does the same.
 N rows (B * T), C hidden size, V vocabulary.
 """
 
+import math
+
 from steady.linear import compute_dtype
 
 import torch
@@ -39,10 +41,10 @@ def linear_cross_entropy(
     """
     dtype = compute_dtype(hidden)
     rows, vocab_size = hidden.shape[0], weight.shape[0]
-    n_chunks = -(-rows * vocab_size // chunk_elements)
-    chunk = -(-rows // n_chunks)  # chunks of one size,
+    n_chunks = math.ceil(rows * vocab_size / chunk_elements)
+    chunk = math.ceil(rows / n_chunks)  # chunks of one size,
     if chunk > 1024:
-        chunk = -(-chunk // 256) * 256  # in whole tiles of the matrix kernels
+        chunk = math.ceil(chunk / 256) * 256  # in whole tiles of the matrix kernels
     if torch.is_grad_enabled():
         return _LinearCrossEntropy.apply(hidden, weight, targets, dtype, chunk)
     weight = weight.to(dtype)

@@ -178,7 +178,7 @@ def fit(
     """
     available_gib = distributed.all_reduce_min(hardware.available_memory_gib(device))
     if auto and available_gib == math.inf:
-        hardware.require_cuda(device, "batch_size=auto")
+        hardware.require_cuda(device, batch_size="auto")
     sharded = step.shards > 1
     limit = (SURE_TO_FIT if sharded else WORTH_TRYING) * available_gib
     splits = splits_to_try(step, wanted, limit, auto)

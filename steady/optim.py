@@ -23,15 +23,36 @@ class AdamW(torch.optim.AdamW):
 
 
 def build_optimizer(
-    model: nn.Module, learning_rate: float, betas: tuple[float, float], weight_decay: float
+    model: nn.Module, config: dict[str, Any], saved: dict[str, Any] | None = None
 ) -> AdamW:
-    """Fused AdamW that decays matrices and embeddings, but no norm weights."""
+    """Fused AdamW that decays matrices and embeddings, but no norm weights.
+
+    Args:
+        config: train.py's settings.
+        saved: a checkpoint's optimizer state. Its moments are taken over, today's settings stay.
+
+    The moments are allocated now and not at the first step, so that what memory is left is known
+    before it.
+    """
     parameters = [p for p in model.parameters() if p.requires_grad]
     groups = [
-        {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": weight_decay},
+        {
+            "params": [p for p in parameters if p.dim() >= 2],
+            "weight_decay": config["weight_decay"],
+        },
         {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
     ]
-    return AdamW(groups, lr=learning_rate, betas=betas, fused=True)
+    betas = config["beta1"], config["beta2"]
+    optimizer = AdamW(groups, lr=config["learning_rate"], betas=betas, fused=True)
+    for parameter in all_parameters(optimizer):
+        optimizer.state[parameter] = {
+            "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
+            "exp_avg": torch.zeros_like(parameter),
+            "exp_avg_sq": torch.zeros_like(parameter),
+        }
+    if saved:
+        load_moments(optimizer, saved)
+    return optimizer
 
 
 def all_parameters(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
@@ -39,7 +60,7 @@ def all_parameters(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
     return [p for group in optimizer.param_groups for p in group["params"]]
 
 
-def load_moments(optimizer: torch.optim.AdamW, state: dict[str, Any]) -> None:
+def load_moments(optimizer: AdamW, saved: dict[str, Any]) -> None:
     """Load a checkpoint's optimizer state, but keep today's betas and weight decay."""
     settings = [
         {k: group[k] for k in ("betas", "weight_decay")} for group in optimizer.param_groups
@@ -47,9 +68,9 @@ def load_moments(optimizer: torch.optim.AdamW, state: dict[str, Any]) -> None:
     parameters = all_parameters(optimizer)
     moments = {
         i: {k: v if v.dim() == 0 else shard_like(v, parameters[i]) for k, v in values.items()}
-        for i, values in state["state"].items()
+        for i, values in saved["state"].items()
     }
-    optimizer.load_state_dict(state | {"state": moments})
+    optimizer.load_state_dict(saved | {"state": moments})
     for group, today in zip(optimizer.param_groups, settings, strict=True):
         group.update(today)
 
@@ -99,18 +120,7 @@ class Gradients:
             parameter.grad = None
 
 
-def allocate_state(optimizer: torch.optim.AdamW) -> None:
-    """AdamW's moments now and not at the first step, so that what is left is known before it."""
-    for parameter in all_parameters(optimizer):
-        if parameter not in optimizer.state:
-            optimizer.state[parameter] = {
-                "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
-                "exp_avg": torch.zeros_like(parameter),
-                "exp_avg_sq": torch.zeros_like(parameter),
-            }
-
-
-def clip_in_step(optimizer: torch.optim.AdamW, limit: float) -> Tensor:
+def clip_in_step(optimizer: AdamW, limit: float) -> Tensor:
     """Have fused AdamW's next step scale the gradients down to a norm of `limit` (0: no limit) as
     it reads them, and change nothing where they are not finite. Returns their norm (scalar)."""
     gradients = [parameter.grad for parameter in all_parameters(optimizer)]

@@ -10,6 +10,7 @@ out depends on their position only, not on processes or restarts.
 """
 
 import json
+import math
 import os
 import shutil
 from collections.abc import Iterable, Iterator
@@ -136,7 +137,7 @@ def prepare_from_hub(
     dataset = load(path, name, revision, num_proc, streaming)
     if "text" not in (dataset.column_names or ["text"]):
         raise ValueError(f"{path} has no column text, only {', '.join(dataset.column_names)}")
-    n_shards = dataset.num_shards if streaming else -(-len(dataset) // DOCUMENTS_PER_SHARD)
+    n_shards = dataset.num_shards if streaming else math.ceil(len(dataset) / DOCUMENTS_PER_SHARD)
     source = {
         "path": path, "name": name, "revision": revision, "val_fraction": val_fraction,
         "shards": n_shards, "documents": None if streaming else len(dataset),

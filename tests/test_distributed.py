@@ -11,7 +11,7 @@ from pathlib import Path
 from steady import checkpoint, distributed, environment
 from steady.dataloader import TokenFile, validation_batches
 from steady.distributed import Place
-from steady.optim import Gradients, allocate_state, build_optimizer, clip_in_step
+from steady.optim import Gradients, build_optimizer, clip_in_step
 from steady.recompute import use_activation_checkpointing
 from steady.runlog import read_metrics
 
@@ -389,8 +389,8 @@ class SeesDTensors(TorchDispatchMode):
 def test_clipping_and_stepping_divided_parameters_is_free_of_dtensors(divided):
     """Each operation on a DTensor costs the host some 10 microseconds for each of its tensors."""
     tokens = torch.zeros(1, 8, dtype=torch.int64)
-    optimizer = build_optimizer(divided, 1e-2, (0.9, 0.95), 0.1)
-    allocate_state(optimizer)
+    settings = {"learning_rate": 1e-2, "beta1": 0.9, "beta2": 0.95, "weight_decay": 0.1}
+    optimizer = build_optimizer(divided, settings)
     divided(tokens, tokens).backward()
     parameter = divided.blocks[0].mlp.gate_proj.weight
     before, gradient = (t.to_local().detach().clone() for t in (parameter, parameter.grad))

@@ -1,10 +1,8 @@
 from steady import optim
 from steady.optim import (
-    allocate_state,
     build_optimizer,
     clip_in_step,
     learning_rate_at,
-    load_moments,
 )
 
 import pytest
@@ -22,9 +20,14 @@ CONFIG = {
 }
 
 
+def adamw(model, learning_rate=0.1, betas=(0.9, 0.95), weight_decay=0.1, saved=None):
+    settings = {"learning_rate": learning_rate, "beta1": betas[0], "beta2": betas[1]}
+    return build_optimizer(model, settings | {"weight_decay": weight_decay}, saved)
+
+
 def test_only_matrices_and_embeddings_decay():
     model = nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 4, bias=True), nn.LayerNorm(4))
-    optimizer = build_optimizer(model, 1e-3, (0.9, 0.95), 0.1)
+    optimizer = adamw(model)
     decayed, kept = optimizer.param_groups
     assert decayed["weight_decay"] == 0.1 and all(p.dim() == 2 for p in decayed["params"])
     assert kept["weight_decay"] == 0.0 and all(p.dim() == 1 for p in kept["params"])
@@ -35,7 +38,7 @@ def test_only_matrices_and_embeddings_decay():
 def test_tied_weight_is_optimized_once():
     embedding, head = nn.Embedding(8, 4), nn.Linear(4, 8, bias=False)
     head.weight = embedding.weight
-    optimizer = build_optimizer(nn.ModuleList([embedding, head]), 1e-3, (0.9, 0.95), 0.1)
+    optimizer = adamw(nn.ModuleList([embedding, head]))
     assert sum(len(group["params"]) for group in optimizer.param_groups) == 1
 
 
@@ -76,7 +79,7 @@ def test_a_gradient_that_is_not_finite_never_reaches_the_weights(monkeypatch, ig
     monkeypatch.setattr(optim, "IGNORE_SCALE", ignoring)
     for gradient, moved in ((float("nan"), False), (float("inf"), False), (1.0, True)):
         layer = nn.Linear(2, 2)
-        optimizer = build_optimizer(layer, 0.1, (0.9, 0.95), 0.0 if ignoring else 0.1)
+        optimizer = adamw(layer, weight_decay=0.0 if ignoring else 0.1)
         before = layer.weight.detach().clone()
         for p in layer.parameters():
             p.grad = torch.full_like(p, gradient)
@@ -94,7 +97,7 @@ def test_clipping_in_the_step_equals_clipping_before_it(monkeypatch, limit, scal
     for in_step in (True, False):
         torch.manual_seed(0)
         layer = nn.Linear(8, 8)
-        optimizer = build_optimizer(layer, 0.1, (0.9, 0.95), 0.1)
+        optimizer = adamw(layer)
         scaler = torch.amp.GradScaler("cpu", enabled=scaled)
         for factor in (1.0, 100.0, 0.1):  # moments remember by how much each was clipped
             scaler.scale(factor * layer(torch.ones(1, 8)).square().sum()).backward()
@@ -112,11 +115,10 @@ def test_clipping_in_the_step_equals_clipping_before_it(monkeypatch, limit, scal
 
 def test_resuming_keeps_the_moments_and_takes_todays_settings():
     layer = nn.Linear(2, 2)
-    old = build_optimizer(layer, 0.1, (0.9, 0.95), 0.1)
+    old = adamw(layer)
     layer(torch.ones(1, 2)).sum().backward()
     old.step()
-    new = build_optimizer(layer, 0.1, (0.8, 0.99), 0.3)
-    load_moments(new, old.state_dict())
+    new = adamw(layer, betas=(0.8, 0.99), weight_decay=0.3, saved=old.state_dict())
     assert [g["weight_decay"] for g in new.param_groups] == [0.3, 0.0]
     assert all(g["betas"] == (0.8, 0.99) for g in new.param_groups)
     moments = [optimizer.state[layer.weight]["exp_avg"] for optimizer in (old, new)]
@@ -125,12 +127,12 @@ def test_resuming_keeps_the_moments_and_takes_todays_settings():
 
 def test_allocated_state_equals_what_the_first_step_makes():
     results = []
-    for allocate in (True, False):
+    for allocated in (True, False):
         torch.manual_seed(0)
         layer = nn.Linear(3, 3)
-        optimizer = build_optimizer(layer, 0.1, (0.9, 0.95), 0.1)
-        if allocate:
-            allocate_state(optimizer)
+        optimizer = adamw(layer)
+        if not allocated:
+            optimizer.state.clear()
         for _ in range(3):
             optimizer.zero_grad()
             layer(torch.ones(1, 3)).square().sum().backward()
