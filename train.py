@@ -60,7 +60,9 @@ rope_theta = 10000.0  # base of the rotary embeddings
 qk_norm = False  # normalise queries and keys
 tied_embeddings = True  # the output head shares the token embedding
 # optimizer
+optimizer = "adamw"  # adamw, or muon for the blocks' matrices: learns faster
 learning_rate = 6e-4  # peak learning rate
+adamw_lr_scale = 0.5  # muon: the learning rate of what AdamW trains, embeddings and norms
 max_iters = 600000  # iterations to train for
 weight_decay = 1e-1  # of matrices and embeddings
 beta1 = 0.9  # AdamW
@@ -256,9 +258,7 @@ loss = torch.zeros((), device=device)  # our own tensor: a CUDA graph's output w
 stopping, saved_iter = False, None
 while True:
     # ---- learning rate ------------------------------------------------------
-    lr = optim.learning_rate_at(iter_num, config)
-    for group in optimizer.param_groups:
-        group["lr"] = lr
+    lr = optim.set_schedule(optimizer, iter_num, config)
 
     # ---- evaluate and save --------------------------------------------------
     finished = iter_num >= max_iters

@@ -22,7 +22,9 @@ CONFIG = {
 
 def adamw(model, learning_rate=0.1, betas=(0.9, 0.95), weight_decay=0.1, saved=None):
     settings = {"learning_rate": learning_rate, "beta1": betas[0], "beta2": betas[1]}
-    return build_optimizer(model, settings | {"weight_decay": weight_decay}, saved)
+    return build_optimizer(
+        model, settings | {"optimizer": "adamw", "weight_decay": weight_decay}, saved
+    )
 
 
 def test_only_matrices_and_embeddings_decay():
