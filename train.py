@@ -62,7 +62,6 @@ tied_embeddings = True  # the output head shares the token embedding
 # optimizer
 optimizer = "adamw"  # adamw, or muon for the blocks' matrices: learns faster
 learning_rate = 6e-4  # peak learning rate
-adamw_lr_scale = 0.5  # muon: the learning rate of what AdamW trains, embeddings and norms
 max_iters = 600000  # iterations to train for
 weight_decay = 1e-1  # of matrices and embeddings
 beta1 = 0.9  # AdamW
@@ -134,7 +133,7 @@ distributed.place_model(raw_model, here, device, dtype)
 # -----------------------------------------------------------------------------
 # optimizer
 gradients = optim.Gradients(raw_model, keep=plan.cuda_graphs, summed=here.sums_gradients)
-optimizer = optim.build_optimizer(raw_model, config, start.optimizer)
+optimizer = optim.build_optimizer(raw_model, config, start.optimizer, plan.compiled)
 scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
 if start.scaler:
     scaler.load_state_dict(start.scaler)

@@ -263,3 +263,15 @@ def shard_like(tensor: Tensor, parameter: Tensor) -> Tensor:
 
     mesh, placements = parameter.device_mesh, parameter.placements
     return distribute_tensor(tensor.to(parameter.device), mesh, placements, src_data_rank=None)
+
+
+def shard_from_local(local: Tensor, like: Tensor) -> Tensor:
+    """This process's part of a tensor that is sharded as `like` is, as a part of it."""
+    if not is_sharded(like):
+        return local
+    from torch.distributed.tensor import DTensor
+
+    return DTensor.from_local(
+        local, like.device_mesh, like.placements, run_check=False,
+        shape=like.shape, stride=like.stride(),
+    )  # fmt: skip

@@ -1,11 +1,13 @@
-"""What Muon does to an update: it makes it orthogonal, so that a weight moves equally far in all
-directions and not only in the few that dominate its gradient (Jordan et al. 2024, "Muon: an optimizer
-for hidden layers in neural networks").
+"""The arithmetic of Muon: momentum, made orthogonal, its rows brought to one size.
 
-That takes whole matrices. With several processes each treats a part of them: with ddp, where every
-process has all updates, the results are gathered; with fsdp, where a process has rows of every
-matrix, these are exchanged for whole matrices, and back. n matrices of one shape are treated
-together.
+A gradient's matrix is dominated by a few directions. An orthogonal update moves a weight by as much
+in every direction (Jordan et al. 2024, "Muon: an optimizer for hidden layers in neural networks"),
+and with normalised rows by as much for every neuron (Li et al. 2025, "NorMuon").
+
+n matrices of one shape are treated together. To make one orthogonal takes the whole of it, so
+several processes each treat some: with ddp, where every process has all updates, the results are
+gathered; with fsdp, where each has rows of every matrix, rows are exchanged for whole matrices, and
+back.
 """
 
 import math
@@ -13,9 +15,10 @@ import math
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn import functional as F
 
-# Odd polynomials a x + b x^3 + c x^5 that, applied one after the other, take all singular values from
-# 3e-3 to 1 to within 0.86 and 1.14 (Amsel et al. 2025, "The Polar Express", five steps).
+# Odd polynomials a x + b x^3 + c x^5 that, one after the other, take all singular values from 3e-3
+# to 1 to within 0.86 and 1.14 (Amsel et al. 2025, "The Polar Express").
 POLYNOMIALS = (
     (8.156554524902461, -22.48329292557795, 15.878769915207462),
     (4.042929935166739, -2.808917465908714, 0.5000178451051316),
@@ -24,21 +27,43 @@ POLYNOMIALS = (
     (2.3465413258596377, -1.7097828382687081, 0.42323551169305323),
 )
 MARGIN = 1.02  # they are made for singular values a little below 1
+ROW_MEMORY = 0.95  # of the running mean square of a row
+UPDATE_RMS = 0.2  # as AdamW's updates typically have, so that both take the same learning rates
+
+
+def add_momentum(
+    gradient: Tensor, buffer: Tensor, divisor: Tensor, usable: Tensor, momentum: Tensor
+) -> Tensor:
+    """Take a gradient (n, rows, columns) into the momentum `buffer`, in place.
+
+    divisor: of the gradient; usable: 1, or 0 for a gradient that is not finite and must not count.
+
+    Returns Nesterov's update, in bfloat16 on a GPU, which is exact enough for a direction.
+    """
+    gradient = (gradient / divisor).nan_to_num(0.0, 0.0, 0.0)
+    buffer.lerp_(gradient, usable * (1.0 - momentum))
+    return gradient.lerp(buffer, momentum).to(torch.bfloat16 if buffer.is_cuda else buffer.dtype)
+
+
+def scale_rows(update: Tensor, mean_square: Tensor, usable: Tensor, lr: Tensor) -> Tensor:
+    """The change of weights for an orthogonal update (n, rows, columns): each row is divided by the
+    root of its running `mean_square` (n, rows, 1), which is brought up to date in place."""
+    update = update.float()
+    now = update.square().mean(dim=2, keepdim=True)
+    mean_square.lerp_(now, usable * (1.0 - ROW_MEMORY))
+    return update * (usable * lr * UPDATE_RMS * mean_square.rsqrt())
 
 
 def orthogonalise(matrices: Tensor) -> Tensor:
-    """The matrices (n, rows, columns), each with all of its singular values near 1.
-
-    In bfloat16 on GPUs, which is exact enough for a direction; elsewhere in float32.
-    """
+    """The matrices (n, rows, columns) with all of their singular values near 1."""
     wide = matrices.mT if matrices.shape[1] > matrices.shape[2] else matrices
-    norms = wide.norm(dim=(1, 2), keepdim=True, dtype=torch.float32)
-    x = (wide / (norms * MARGIN + 1e-12)).to(torch.bfloat16 if wide.is_cuda else torch.float32)
+    norm = wide.norm(dim=(1, 2), keepdim=True, dtype=torch.float32)
+    x = wide * (1.0 / (MARGIN * norm + 1e-12)).to(wide.dtype)
     for a, b, c in POLYNOMIALS:
         squares = x @ x.mT
         polynomial = torch.baddbmm(squares, squares, squares, beta=b, alpha=c)
         x = torch.baddbmm(x, polynomial, x, beta=a)
-    return x.mT if wide is not matrices else x
+    return x if wide is matrices else x.mT
 
 
 def orthogonalise_together(matrices: Tensor, row_shards: bool) -> Tensor:
@@ -53,21 +78,24 @@ def orthogonalise_together(matrices: Tensor, row_shards: bool) -> Tensor:
     world_size, rank = dist.get_world_size(), dist.get_rank()
     n, rows, columns = matrices.shape
     share = math.ceil(n / world_size)  # matrices that a process treats
-    padded = torch.nn.functional.pad(matrices, (0, 0, 0, 0, 0, share * world_size - n))
+    padded = F.pad(matrices, (0, 0, 0, 0, 0, share * world_size - n))
     if not row_shards:
         own = orthogonalise(padded[rank * share :][:share]).contiguous()
         gathered = own.new_empty((share * world_size, rows, columns))
         dist.all_gather_into_tensor(gathered, own)
         return gathered[:n]
-    heights = [torch.empty(1, dtype=torch.int64, device=matrices.device) for _ in range(world_size)]
-    dist.all_gather(heights, torch.tensor([rows], device=matrices.device))
-    sizes = [share * int(height) * columns for height in heights]
-    # every process sends its rows of a matrix to the process that treats it
-    received = padded.new_empty(sum(sizes))
-    dist.all_to_all_single(received, padded.flatten(), sizes, [share * rows * columns] * world_size)
-    parts = [part.view(share, -1, columns) for part in received.split(sizes)]
+    # Every process sends its rows of a matrix to the process that treats it.
+    heights = torch.zeros(world_size, dtype=torch.int64)
+    heights[rank] = rows
+    dist.all_reduce(heights)
+    theirs = [share * height * columns for height in heights.tolist()]
+    ours = [share * rows * columns] * world_size
+    received = padded.new_empty(sum(theirs))
+    dist.all_to_all_single(received, padded.flatten(), theirs, ours)
+    parts = [part.view(share, -1, columns) for part in received.split(theirs)]
     whole = orthogonalise(torch.cat(parts, dim=1))
-    back = torch.cat([part.flatten() for part in whole.split([p.shape[1] for p in parts], dim=1)])
-    returned = back.new_empty(padded.numel())
-    dist.all_to_all_single(returned, back, [share * rows * columns] * world_size, sizes)
+    parts = whole.split([part.shape[1] for part in parts], dim=1)
+    returned = padded.new_empty(padded.numel())
+    sent = torch.cat([part.flatten() for part in parts])
+    dist.all_to_all_single(returned, sent, ours, theirs)
     return returned.view_as(padded)[:n]

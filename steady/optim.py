@@ -4,19 +4,19 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
+from steady import muon
 from steady.distributed import (
     all_reduce_sum,
     is_sharded,
     local_shards,
+    shard_from_local,
     shard_like,
     total_norm,
 )
-from steady.muon import orthogonalise_together
 
 import torch
 from torch import Tensor, nn
 
-ADAMW_RMS = 0.2  # root mean square of AdamW's typical update, which Muon's have too
 MUON_MOMENTUM = 0.85, 0.95, 300  # from, to, in so many steps
 MUON_ELEMENTS = 2**26  # in matrices that are treated at once: bounds the memory for it
 IGNORE_SCALE = ("mps",)  # devices whose fused AdamW takes no notice of grad_scale and found_inf
@@ -38,91 +38,107 @@ class AdamW(torch.optim.AdamW):
 class Muon(AdamW):
     """Muon for the groups that are marked `muon`, AdamW for the others (see muon.py).
 
-    Nesterov momentum, decoupled weight decay. An update's root mean square is 0.2, as that of a
-    typical update of AdamW, so that both take the same learning rates (Liu et al. 2025, "Muon is
-    scalable for LLM training").
+    What is kept of a matrix, its momentum and the mean square of its rows, is a part of one tensor
+    for all matrices of a shape: `stacks` has these tensors, with the matrices' parameters.
     """
 
     @torch.no_grad()
+    def __init__(self, groups: list[dict[str, Any]], compiled: bool, **settings: Any):
+        super().__init__(groups, **settings)
+        self.add_momentum, self.scale_rows = muon.add_momentum, muon.scale_rows
+        if compiled:  # a fraction of the memory traffic, which is most of what Muon costs
+            self.add_momentum = torch.compile(muon.add_momentum, dynamic=True)
+            self.scale_rows = torch.compile(muon.scale_rows, dynamic=True)
+        self.stacks = []
+        for parameters in stackable(self.muon_group["params"]):
+            local = local_shards(parameters)
+            momentum = torch.zeros((len(local), *local[0].shape), device=local[0].device)
+            # what rows of an orthogonal matrix have, so that there is no warm-up
+            row = torch.full_like(momentum[:, :, :1], 1.0 / max(parameters[0].shape))
+            self.stacks.append((parameters, momentum, row))
+            for parameter, own, own_row in zip(parameters, momentum, row, strict=True):
+                self.state[parameter] = {
+                    "momentum": shard_from_local(own, parameter),
+                    "row_mean_square": shard_from_local(own_row, parameter[:, :1]),
+                }
+
+    @property
+    def muon_group(self) -> dict[str, Any]:
+        return next(group for group in self.param_groups if group.get("muon"))
+
+    @torch.no_grad()
     def step(self, closure: None = None) -> None:
-        for group in self.param_groups:
-            if group.get("muon"):
-                for parameters in self.batches(group["params"]):
-                    self.step_together(parameters, group)
         super().step()
+        group, device = self.muon_group, self.stacks[0][1].device
+        lr, momentum, decay = torch.tensor(
+            [group["lr"], group["momentum"], group["lr"] * group["weight_decay"]]
+        ).to(device, non_blocking=True)  # fmt: skip
+        # as clip_in_step and GradScaler ask for, and fused AdamW does it
+        divisor = getattr(self, "grad_scale", None)
+        divisor = torch.ones_like(lr) if divisor is None else divisor
+        found_inf = getattr(self, "found_inf", None)
+        usable = torch.ones_like(lr) if found_inf is None else 1.0 - found_inf
+        for parameters, buffer, mean_square in self.stacks:
+            weights = local_shards([p.data for p in parameters])
+            gradient = torch.stack(local_shards([p.grad for p in parameters]))
+            update = self.add_momentum(gradient, buffer, divisor, usable, momentum)
+            del gradient
+            update = muon.orthogonalise_together(update, row_shards=is_sharded(parameters[0]))
+            change = self.scale_rows(update, mean_square, usable, lr)
+            torch._foreach_mul_(weights, 1.0 - usable * decay)
+            torch._foreach_sub_(weights, change.unbind())
 
-    def batches(self, parameters: list[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
-        """Parameters of one shape, as many as may be treated at once."""
-        by_shape: dict[torch.Size, list[nn.Parameter]] = {}
-        for parameter in parameters:
-            by_shape.setdefault(parameter.shape, []).append(parameter)
-        for shape, alike in by_shape.items():
-            n = max(1, MUON_ELEMENTS // shape.numel())
-            yield from (alike[i : i + n] for i in range(0, len(alike), n))
 
-    def step_together(self, parameters: list[nn.Parameter], group: dict[str, Any]) -> None:
-        """One step of n parameters of one shape."""
-        lr, momentum = group["lr"], group["momentum"]
-        # What clip_in_step and GradScaler ask for, as fused AdamW takes it: gradients are divided,
-        # and change nothing if one is not finite.
-        usable = 1.0 - getattr(self, "found_inf", 0.0)
-        divisor = getattr(self, "grad_scale", 1.0)
-        weights = local_shards([p.data for p in parameters])
-        buffers = local_shards([self.state[p]["momentum_buffer"] for p in parameters])
-        gradient = torch.stack(local_shards([p.grad for p in parameters])).div_(divisor)
-        gradient.nan_to_num_(0.0, 0.0, 0.0)
-        buffer = torch.stack(buffers).lerp_(gradient, usable * (1.0 - momentum))
-        torch._foreach_copy_(buffers, buffer.unbind())
-        update = orthogonalise_together(
-            gradient.lerp_(buffer, momentum), row_shards=is_sharded(parameters[0])
-        )
-        size = ADAMW_RMS * math.sqrt(max(parameters[0].shape))  # its entries' is 1 / sqrt(longer)
-        torch._foreach_mul_(weights, 1.0 - usable * lr * group["weight_decay"])
-        torch._foreach_sub_(weights, (update.float() * (usable * lr * size)).unbind())
+def stackable(parameters: list[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
+    """Parameters of one shape, as many as Muon treats at once."""
+    by_shape: dict[torch.Size, list[nn.Parameter]] = {}
+    for parameter in parameters:
+        by_shape.setdefault(parameter.shape, []).append(parameter)
+    for shape, alike in by_shape.items():
+        n = max(1, MUON_ELEMENTS // shape.numel())
+        yield from (alike[i : i + n] for i in range(0, len(alike), n))
 
 
 def build_optimizer(
-    model: nn.Module, config: dict[str, Any], saved: dict[str, Any] | None = None
+    model: nn.Module,
+    config: dict[str, Any],
+    saved: dict[str, Any] | None = None,
+    compiled: bool = False,
 ) -> AdamW:
     """AdamW, or Muon for the blocks' matrices and AdamW for the rest, as `config` (train.py's
     settings) says. Matrices and embeddings decay, norm weights do not.
 
     Args:
         saved: a checkpoint's optimizer state. Its moments are taken over, today's settings stay.
+        compiled: whether Muon's elementwise work is compiled.
 
-    The moments are allocated now and not at the first step, so that what memory is left is known
+    The state is allocated now and not at the first step, so that what memory is left is known
     before it. Raises ValueError if `saved` is another optimizer's.
     """
-    parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    decay = config["weight_decay"]
+    named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    matrices = [name for name, p in named.items() if p.dim() == 2 and name.startswith("blocks.")]
+    if config["optimizer"] == "adamw":
+        matrices = []
+    others = [p for name, p in named.items() if name not in matrices]
     groups = [
-        {"params": [p for p in parameters.values() if p.dim() >= 2], "weight_decay": decay},
-        {"params": [p for p in parameters.values() if p.dim() < 2], "weight_decay": 0.0},
+        {"params": [p for p in others if p.dim() >= 2], "weight_decay": config["weight_decay"]},
+        {"params": [p for p in others if p.dim() < 2], "weight_decay": 0.0},
     ]
-    muon = config["optimizer"] == "muon"
-    if muon:
-        inner = [p for name, p in parameters.items() if name.startswith("blocks.") and p.dim() == 2]
-        ids = set(map(id, inner))
-        groups[0]["params"] = [p for p in groups[0]["params"] if id(p) not in ids]
-        for group in groups:
-            group["lr_scale"] = config["adamw_lr_scale"]
-        groups.insert(0, {"params": inner, "weight_decay": decay, "muon": True})
-    betas = config["beta1"], config["beta2"]
-    kind = Muon if muon else AdamW
-    optimizer = kind(groups, lr=config["learning_rate"], betas=betas, fused=True)
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if group.get("muon"):
-                state = {"momentum_buffer": torch.zeros_like(parameter)}
-            else:
-                state = {
-                    "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
-                    "exp_avg": torch.zeros_like(parameter),
-                    "exp_avg_sq": torch.zeros_like(parameter),
-                }
-            optimizer.state[parameter] = state
+    rates = {"lr": config["learning_rate"], "betas": (config["beta1"], config["beta2"])}
+    if matrices:
+        inner = {"params": [named[name] for name in matrices], "muon": True}
+        groups.insert(0, inner | {"weight_decay": config["weight_decay"]})
+        optimizer = Muon(groups, compiled, **rates, fused=True)
+    else:
+        optimizer = AdamW(groups, **rates, fused=True)
+    for parameter in others:
+        optimizer.state[parameter] = {
+            "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
+            "exp_avg": torch.zeros_like(parameter),
+            "exp_avg_sq": torch.zeros_like(parameter),
+        }
     if saved:
-        load_moments(optimizer, saved)
+        load_state(optimizer, saved)
     return optimizer
 
 
@@ -131,23 +147,19 @@ def all_parameters(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
     return [p for group in optimizer.param_groups for p in group["params"]]
 
 
-def load_moments(optimizer: AdamW, saved: dict[str, Any]) -> None:
-    """Load a checkpoint's optimizer state, but keep today's settings."""
-    names = ["muon" if group.get("muon") else "adamw" for group in saved["param_groups"]]
-    if ("muon" in names) is not isinstance(optimizer, Muon):
+@torch.no_grad()
+def load_state(optimizer: AdamW, saved: dict[str, Any]) -> None:
+    """Copy a checkpoint's optimizer state; betas, weight decay and so on stay today's."""
+    was = "muon" if any(group.get("muon") for group in saved["param_groups"]) else "adamw"
+    now = "muon" if isinstance(optimizer, Muon) else "adamw"
+    if was != now:
         raise ValueError(
-            f"the checkpoint was trained with optimizer={min(names, key='muon adamw'.index)}: "
-            "resume with that, since the other's state cannot be made from it"
+            f"the checkpoint was trained with optimizer={was}, whose state is of no use to {now}: "
+            f"resume with --optimizer={was}"
         )
-    today = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
-    parameters = all_parameters(optimizer)
-    moments = {
-        i: {k: v if v.dim() == 0 else shard_like(v, parameters[i]) for k, v in values.items()}
-        for i, values in saved["state"].items()
-    }
-    optimizer.load_state_dict(saved | {"state": moments})
-    for group, settings in zip(optimizer.param_groups, today, strict=True):
-        group.update(settings)
+    for i, parameter in enumerate(all_parameters(optimizer)):
+        for name, tensor in optimizer.state[parameter].items():
+            tensor.copy_(shard_like(saved["state"][i][name], tensor))
 
 
 class Gradients:
@@ -235,11 +247,10 @@ def learning_rate_at(step: int, config: dict[str, Any]) -> float:
 
 
 def set_schedule(optimizer: AdamW, step: int, config: dict[str, Any]) -> float:
-    """Have `optimizer` use the learning rates and the momentum of step `step`; returns the first
-    group's learning rate."""
+    """Have `optimizer` use step `step`'s momentum and learning rate, which is returned."""
     lr = learning_rate_at(step, config)
     first, last, steps = MUON_MOMENTUM
     for group in optimizer.param_groups:
-        group["lr"] = lr * group.get("lr_scale", 1.0)
+        group["lr"] = lr
         group["momentum"] = first + (last - first) * min(1.0, step / steps)
     return lr

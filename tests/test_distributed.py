@@ -106,13 +106,24 @@ def entries(out, key):
     return [entry[key] for entry in read_metrics(out / "metrics.jsonl") if key in entry]
 
 
-@pytest.fixture(scope="module")
-def alone(sums, tmp_path_factory):
-    """The folder of a run of one process, with which all others are compared."""
-    out = tmp_path_factory.mktemp("alone")
-    command = [sys.executable, ROOT / "train.py", *SETTINGS, f"--dataset={sums}"]
+def run_alone(sums, out, *arguments):
+    """A run of one process, with which all others are compared; returns its folder."""
+    command = [sys.executable, ROOT / "train.py", *SETTINGS, f"--dataset={sums}", *arguments]
     subprocess.run([*command, f"--out_dir={out}"], cwd=ROOT, env=ENVIRONMENT, check=True)
     return out
+
+
+@pytest.fixture(scope="module")
+def alone(sums, tmp_path_factory):
+    return run_alone(sums, tmp_path_factory.mktemp("alone"))
+
+
+MUON = ["--optimizer=muon", "--learning_rate=5e-3", "--n_layer=3"]
+
+
+@pytest.fixture(scope="module")
+def muon_alone(sums, tmp_path_factory):
+    return run_alone(sums, tmp_path_factory.mktemp("muon_alone"), *MUON)
 
 
 def assert_same_curve(out, alone):
@@ -147,6 +158,24 @@ def test_f21_f23_f26_the_loss_curve_does_not_depend_on_the_processes(
     first, *others = launch(processes, tmp_path, *arguments, code=code)
     assert_same_curve(tmp_path, alone)
     assert "val loss" in first and not any("loss" in shown for shown in others)
+
+
+@pytest.mark.parametrize(
+    ("processes", "engine"), [(2, "ddp"), (4, "ddp"), (2, "fsdp"), (4, "fsdp")]
+)
+def test_f54_muon_makes_whole_matrices_orthogonal_however_they_are_divided(
+    launch, muon_alone, tmp_path, processes, engine
+):
+    """Fails if a process treats its rows of a matrix as the matrix."""
+    launch(processes, tmp_path, *MUON, f"--parallel={engine}")
+    assert_same_curve(tmp_path, muon_alone)
+
+
+def test_f22_muons_checkpoints_do_not_know_the_processes(launch, muon_alone, tmp_path):
+    launch(2, tmp_path, *MUON, "--parallel=fsdp", "--max_iters=5")
+    launch(1, tmp_path, *MUON, "--init_from=resume", "--max_iters=10")
+    launch(2, tmp_path, *MUON, "--init_from=resume", "--parallel=fsdp")
+    assert entries(tmp_path, "loss") == pytest.approx(entries(muon_alone, "loss"), abs=1e-6)
 
 
 def test_f22_f28_checkpoints_do_not_know_the_processes(launch, alone, run, tmp_path):

@@ -1,13 +1,13 @@
-from steady import optim
-from steady.optim import (
-    build_optimizer,
-    clip_in_step,
-    learning_rate_at,
-)
+import copy
+
+from steady import muon, optim
+from steady.optim import build_optimizer, clip_in_step, learning_rate_at, set_schedule
 
 import pytest
 import torch
 from torch import nn
+
+from model import GPT, GPTConfig
 
 CONFIG = {
     "learning_rate": 1.0,
@@ -141,3 +141,120 @@ def test_allocated_state_equals_what_the_first_step_makes():
             optimizer.step()
         results.append(layer.weight.detach())
     assert torch.equal(*results)
+
+
+# ---- Muon -------------------------------------------------------------------------------------
+
+
+def tiny(n_layer=2, **more):
+    torch.manual_seed(0)
+    config = {"block_size": 8, "vocab_size": 64, "n_head": 2, "n_embd": 16} | more
+    return GPT(GPTConfig(n_layer=n_layer, **config))
+
+
+def muon_for(model, saved=None, **more):
+    settings = {"optimizer": "muon", "learning_rate": 0.01, "beta1": 0.9, "beta2": 0.95}
+    return build_optimizer(model, settings | {"weight_decay": 0.0} | more, saved)
+
+
+TOKENS = torch.arange(16).view(2, 8)
+
+
+def take_step(model, optimizer, step=0, limit=0.0):
+    model(TOKENS, TOKENS + 1).backward()
+    set_schedule(optimizer, step, CONFIG | {"learning_rate": 0.01, "warmup_iters": 0})
+    clip_in_step(optimizer, limit)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def test_muon_takes_the_blocks_matrices_and_adamw_the_rest():
+    model = tiny()
+    matrices, embedding, norms = muon_for(model).param_groups
+    assert len(matrices["params"]) == 2 * 7 and all(p.dim() == 2 for p in matrices["params"])
+    assert embedding["params"] == [model.token_embedding.weight]  # the head is tied to it
+    assert len(norms["params"]) == 5 and all(p.dim() == 1 for p in norms["params"])
+
+
+@pytest.mark.parametrize("shape", [(3, 8, 8), (2, 8, 24), (2, 24, 8)])
+def test_orthogonal_matrices_have_the_directions_of_the_svd(shape):
+    torch.manual_seed(0)
+    u, _, v = torch.linalg.svd(torch.randn(shape), full_matrices=False)
+    values = torch.linspace(1.0, 0.01, 8).expand(shape[0], 8)
+    found = muon.orthogonalise(u * values[:, None] @ v)
+    singular = torch.linalg.svdvals(found)
+    assert singular.min() > 0.8 and singular.max() < 1.2
+    assert torch.linalg.matrix_norm(found - u @ v, 2).max() < 0.2
+
+
+def test_muons_updates_have_the_size_of_adamws():
+    model = tiny(n_layer=1, n_embd=64, n_head=1)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    optimizer = muon_for(model)
+    for step in range(3):
+        take_step(model, optimizer, step)
+    for name, p in model.named_parameters():
+        if p.dim() == 2 and name.startswith("blocks"):
+            rms = (p - before[name]).square().mean().sqrt() / (3 * 0.01)
+            assert 0.1 < rms < 0.3, name
+
+
+def test_weight_decay_is_decoupled_and_only_of_matrices_and_embeddings():
+    moved = []
+    for decay in (0.0, 0.5):
+        model = tiny()
+        optimizer = muon_for(model, weight_decay=decay)
+        before = model.blocks[0].mlp.up_proj.weight.detach().clone()
+        take_step(model, optimizer)
+        moved.append(model.blocks[0].mlp.up_proj.weight.detach())
+        norm = model.final_norm.weight.detach()
+    torch.testing.assert_close(moved[0] - moved[1], 0.5 * 0.01 * before)
+    assert (norm > 0.9).all()
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_f19_muon_takes_no_notice_of_a_gradient_that_is_not_finite(value):
+    """Nor of another matrix's: all or none of a step's gradients count."""
+    models = tiny(), tiny()
+    for model, bad in zip(models, (False, True), strict=True):
+        optimizer = muon_for(model, weight_decay=0.1)
+        take_step(model, optimizer)
+        if bad:
+            model(TOKENS, TOKENS + 1).backward()
+            model.blocks[0].mlp.up_proj.weight.grad[0, 0] = value
+            clip_in_step(optimizer, 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+        take_step(model, optimizer, 1)
+    for a, b in zip(*(model.parameters() for model in models), strict=True):
+        assert torch.equal(a, b) or a.dim() < 2 or a.shape == (64, 16)
+    assert torch.equal(*(model.blocks[1].mlp.up_proj.weight for model in models))
+
+
+def test_muons_state_is_resumed_and_another_optimizers_is_refused():
+    model = tiny()
+    optimizer = muon_for(model)
+    take_step(model, optimizer)
+    saved = copy.deepcopy(optimizer.state_dict())
+    weights = copy.deepcopy(model.state_dict())
+    take_step(model, optimizer, 1)
+    again = tiny()
+    again.load_state_dict(weights)
+    take_step(again, muon_for(again, saved), 1)
+    assert all(map(torch.equal, model.parameters(), again.parameters()))
+    with pytest.raises(ValueError, match="with optimizer=muon, .* resume with --optimizer=muon"):
+        muon_for(tiny(), saved, optimizer="adamw")
+    with pytest.raises(ValueError, match="with optimizer=adamw, .* resume with --optimizer=adamw"):
+        muon_for(tiny(), muon_for(tiny(), optimizer="adamw").state_dict())
+
+
+def test_matrices_in_several_stacks_move_as_in_one(monkeypatch):
+    models = []
+    for elements in (2**26, 600):
+        monkeypatch.setattr(optim, "MUON_ELEMENTS", elements)
+        models.append(tiny())
+        optimizer = muon_for(models[-1])
+        take_step(models[-1], optimizer)
+    assert len(optimizer.stacks) > 5
+    for a, b in zip(*(model.parameters() for model in models), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)

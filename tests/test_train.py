@@ -94,12 +94,14 @@ def test_metrics_have_the_documented_keys_in_full_precision(run, sums, tmp_path)
     assert entry["loss"] != round(entry["loss"], 6)
 
 
-def test_accumulation_1x8_equals_8x1(run, sums, tmp_path):
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_accumulation_1x8_equals_8x1(run, sums, tmp_path, optimizer):
     for name, split in (
         ("whole", ["--batch_size=8", "--gradient_accumulation_steps=1"]),
         ("parts", ["--batch_size=1", "--gradient_accumulation_steps=8"]),
     ):
-        train(run, tmp_path / name, sums, *split, "--eval_interval=0")
+        more = ["--eval_interval=0", f"--optimizer={optimizer}"]
+        train(run, tmp_path / name, sums, *split, *more)
     assert losses(tmp_path / "parts") == pytest.approx(losses(tmp_path / "whole"), abs=1e-5)
 
 
@@ -211,8 +213,11 @@ def test_f19_one_infinite_gradient_is_skipped_and_training_goes_on(
 # ---- stop and resume --------------------------------------------------------------------------
 
 
-def test_f22_interrupted_and_resumed_equals_uninterrupted_bit_for_bit(run, sums, tmp_path):
-    more = ["--dropout=0.1", "--gradient_accumulation_steps=2"]
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_f22_interrupted_and_resumed_equals_uninterrupted_bit_for_bit(
+    run, sums, tmp_path, optimizer
+):
+    more = ["--dropout=0.1", "--gradient_accumulation_steps=2", f"--optimizer={optimizer}"]
     train(run, tmp_path / "whole", sums, *more)
     train(run, tmp_path / "parts", sums, *more, "--max_iters=3")
     train(run, tmp_path / "parts", sums, *more, "--max_iters=7", "--init_from=resume")
