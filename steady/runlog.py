@@ -184,9 +184,9 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 def training_clock(entries: list[dict[str, Any]]) -> tuple[list[float], list[int]]:
     """Seconds of training steps, and tokens trained on, before each iteration of a metrics.jsonl.
 
-    Evaluation is no part of a step's time. Neither are two things of a log line's: the compilation
-    in the first three steps; and after an evaluation, which waited for the optimizer of the step
-    before, a step seems too short. These take the median of the steps after them.
+    Evaluation is no part of a step's time. The first three steps may have compiled, and one after
+    an evaluation seems too short, since that waited for the optimizer of the step before: these
+    take the median of the steps after them.
     """
     ms: list[float] = []
     tokens: list[int] = []
@@ -195,6 +195,9 @@ def training_clock(entries: list[dict[str, Any]]) -> tuple[list[float], list[int
             since = entry["iter"] + 1 - len(ms)  # a line stands for all steps since the one before
             ms += [entry["ms"]] * since
             tokens += [round(entry["tokens_per_s"] * entry["ms"] / 1e3)] * since
+    missing = max((entry["iter"] for entry in entries), default=0) - len(ms)  # not logged yet
+    ms += ms[-1:] * missing
+    tokens += tokens[-1:] * missing
     unsure = {0, 1, 2} | {entry["iter"] for entry in entries if "val_loss" in entry}
     sure = [None if i in unsure else value for i, value in enumerate(ms)]
     for i in unsure & set(range(len(ms))):
