@@ -212,8 +212,12 @@ with tempfile.TemporaryDirectory() as temporary:
             for job, command in zip(jobs, commands, strict=True)
             for seed in seeds.split(",")
         ]
-    for result in results:
-        result.result()
+        try:
+            for result in results:
+                result.result()
+        except BaseException:  # Ctrl-C, perhaps: what waits for its turn must not start now
+            pool.shutdown(cancel_futures=True)
+            raise
 
 groups: dict[tuple[str, str, str], list[dict[str, Any]]] = {}
 for entry in read_metrics(Path(out)):
