@@ -82,7 +82,7 @@ def baseline_job(recipe: str) -> dict[str, Any]:
         f"--warmup_iters={warmup_iters}",
         f"--max_iters={max(1, round(total / (micro_steps * micro_batch * block_size)))}",
     ]  # fmt: skip
-    return {"kind": "baseline", "recipe": f"baseline {recipe}", "flags": flags}
+    return {"kind": "baseline", "recipe": f"plain {recipe}", "flags": flags}
 
 
 def our_job(recipe: str) -> dict[str, Any]:
@@ -166,7 +166,7 @@ def print_table(runs: list[dict[str, Any]]) -> None:
             final.setdefault(r["recipe"], []).append(r["curve"][-1]["val_loss"])
     best = min(final, key=lambda recipe: statistics.mean(final[recipe]), default=None)
     bars = {r["seed"]: r["curve"][-1] for r in runs if r["recipe"] == best}
-    print(f"\n{runs[0]['size']} on {runs[0]['data']}, {runs[0]['device']}, best {best}:\n")
+    print(f"\n{runs[0]['size']} on {runs[0]['data']}, {runs[0]['device']}; best baseline: {best}\n")
     print("| recipe | seed | tokens a step | learning rate | tokens | steps' time, s | val loss |"
           " time to the baseline's loss, s | ratio |")  # fmt: skip
     print("|---" * 9 + "|")
