@@ -34,12 +34,14 @@ CHOICES = {
     "backend": ("auto", "nccl", "gloo"),
     "optimizer": ("adamw", "muon"),
     "lr_schedule": ("cosine", "wsd"),
+    "size": ("tiny", "30m", "124m", "350m"),  # dev/time_to_loss.py
+    "x": ("iter", "tokens", "time"),  # plot.py
 }
 RANGES = (
     ("at least 1", lambda value: value >= 1, (
         "batch_size", "gradient_accumulation_steps", "block_size", "eval_iters", "log_interval",
         "n_layer", "n_head", "n_embd", "num_samples", "max_new_tokens", "steps", "warmup_steps",
-        "processes",
+        "processes", "micro_batch", "eval_windows", "gpus",
     )),
     ("at least 0", lambda value: value >= 0, (
         "eval_interval", "sample_interval", "max_iters", "warmup_iters", "lr_decay_iters",

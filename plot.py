@@ -1,25 +1,32 @@
 """Draw loss, learning rate and throughput of one or several runs into a picture.
 
 python plot.py out-stdlib-char
-python plot.py out-* --png=comparison.png
+python plot.py out-* --x=time --png=comparison.png
+python plot.py time_to_loss.jsonl --x=time
+
+A run is a folder with metrics.jsonl, or a line of what dev/time_to_loss.py writes, which knows of
+evaluations only.
 """
 
+import itertools
 import sys
 from pathlib import Path
+from typing import Any
 
-from steady.runlog import read_metrics
+from steady.runlog import read_metrics, training_clock
 
 from configurator import configure
 
 # the picture
 png = "runs.png"  # file to write
-smooth = 0.02  # share of a run over which the training loss is averaged; 0: not at all
+x = "iter"  # the horizontal axis: iter, tokens or time (of training steps alone)
+smooth = 0.05  # share of a run over which the training loss is averaged; 0: not at all
 
-folders = [argument for argument in sys.argv[1:] if not argument.startswith("-")]
+paths = [argument for argument in sys.argv[1:] if not argument.startswith("-")]
 sys.argv = [sys.argv[0], *(argument for argument in sys.argv[1:] if argument.startswith("-"))]
 configure(globals(), positional="OUT_DIR")
 
-if not folders:
+if not paths:
     raise ValueError("which runs? python plot.py OUT_DIR [OUT_DIR ...]")
 try:
     import matplotlib
@@ -30,44 +37,110 @@ except ImportError:
     raise ValueError("plotting needs matplotlib: pip install matplotlib") from None
 
 
-def moving_average(values: list[float], width: int) -> list[float]:
-    """The mean of each value and up to `width` - 1 before it."""
-    sums = [0.0]
-    for value in values:
-        sums.append(sums[-1] + value)
-    starts = [max(0, i + 1 - width) for i in range(len(values))]
-    return [(sums[i + 1] - sums[s]) / (i + 1 - s) for i, s in enumerate(starts)]
-
-
-figure, (losses, rates, speeds) = pyplot.subplots(
-    3, 1, figsize=(8, 8), sharex=True, height_ratios=(3, 1, 1), layout="constrained"
-)
-for i, folder in enumerate(folders):
-    entries = read_metrics(Path(folder) / "metrics.jsonl")
+def read_runs(path: Path) -> list[dict[str, Any]]:
+    """The runs at `path`: a name, the log lines of steps, evaluations, and the x of iterations."""
+    file = path / "metrics.jsonl" if not path.is_file() else path
+    entries = read_metrics(file)
+    if entries and all("curve" in entry for entry in entries):
+        return [
+            {"name": f"{e['recipe']}", "steps": [], "evaluations": e["curve"],
+             "x": {point["iter"]: point["seconds" if x == "time" else x] for point in e["curve"]},
+             "baseline": e["kind"] == "baseline"}
+            for e in entries
+        ]  # fmt: skip
     steps = [e for e in entries if e.get("loss") is not None]
     evaluations = [e for e in entries if e.get("val_loss") is not None]
     if not steps and not evaluations:
-        raise ValueError(f"{folder}/metrics.jsonl has nothing to draw (a run writes it)")
-    color, name = f"C{i % 10}", Path(folder).name
-    at = [e["iter"] for e in steps]
-    loss = moving_average([e["loss"] for e in steps], max(1, round(smooth * len(steps))))
-    losses.plot(at, loss, color=color, alpha=0.45, linewidth=1, label=f"{name}: training")
-    losses.plot(
-        [e["iter"] for e in evaluations], [e["val_loss"] for e in evaluations],
-        color=color, marker=".", label=f"{name}: validation",
-    )  # fmt: skip
-    rates.plot(at, [e["lr"] for e in steps], color=color)
-    speeds.plot(at, [e["tokens_per_s"] for e in steps], color=color, linewidth=1)
-losses.set_ylabel("loss")
+        raise ValueError(f"{file} has nothing to draw (a run writes it)")
+    name = path.name if file != path else file.parent.name
+    seconds, tokens = training_clock(entries)
+    positions = {"iter": range(len(seconds)), "tokens": tokens, "time": seconds}[x]
+    return [{"name": name, "steps": steps, "evaluations": evaluations, "x": positions,
+             "baseline": False}]  # fmt: skip
+
+
+def moving_average(values: list[float], width: int) -> list[float]:
+    """The mean of each value and its neighbours, `width` in all; fewer at the steep beginning."""
+    sums = [0.0, *itertools.accumulate(values)]
+    means = []
+    for i in range(len(values)):
+        side = min(i, width // 2)
+        first, end = i - side, min(len(values), i + side + 1)
+        means.append((sums[end] - sums[first]) / (end - first))
+    return means
+
+
+def unit(largest: float) -> tuple[float, str]:
+    """What to divide positions on the horizontal axis by, and its label."""
+    if x == "iter":
+        return 1, "iteration"
+    if x == "tokens":
+        sizes, label = ((1e9, "billions"), (1e6, "millions"), (1e3, "thousands")), "tokens ({})"
+    else:
+        sizes, label = ((3600, "hours"), (60, "minutes")), "time of training steps ({})"
+    for size, name in sizes:
+        if largest >= 3 * size:
+            return size, label.format(name)
+    return 1, "tokens" if x == "tokens" else label.format("seconds")
+
+
+runs = [run for path in paths for run in read_runs(Path(path))]
+logs = any(run["steps"] for run in runs)  # learning rates and speeds are in log lines only
+ratios = (3, 1, 1) if logs else (1,)
+figure, axes = pyplot.subplots(
+    len(ratios), 1, figsize=(8, 8 if logs else 5), sharex=True, height_ratios=ratios,
+    layout="constrained", squeeze=False,
+)  # fmt: skip
+axes = list(axes[:, 0])
+losses = axes[0]
+scale, label = unit(max(run["x"][e["iter"]] for run in runs
+                        for e in run["steps"] + run["evaluations"]))  # fmt: skip
+colors: dict[str, str] = {}  # runs of one name, several seeds perhaps, look alike
+tops = []
+for run in runs:
+    name, steps = run["name"], run["steps"]
+    first = name not in colors
+    color = colors.setdefault(name, f"C{len(colors) % 10}")
+    at = [run["x"][e["iter"]] / scale for e in steps]
+    width = max(5, round(smooth * len(steps))) if smooth else 1
+    loss = moving_average([e["loss"] for e in steps], width)
+    # An untrained model's evaluation is no news. A line from there would cut across the curves, and
+    # what matters be squeezed into the bottom of the picture.
+    evaluations = [e for e in run["evaluations"] if e["iter"] > 0] or run["evaluations"]
+    both = bool(steps and evaluations)
+    if steps:
+        losses.plot(at, loss, color=color, alpha=0.45, linewidth=1,
+                    label=f"{name}: training" if first else None)  # fmt: skip
+        axes[1].plot(at, [e["lr"] for e in steps], color=color)
+        axes[2].plot(at, [e["tokens_per_s"] for e in steps], color=color, linewidth=1)
+    if evaluations:
+        losses.plot(
+            [run["x"][e["iter"]] / scale for e in evaluations],
+            [e["val_loss"] for e in evaluations],
+            color=color, marker="." if len(evaluations) <= 40 else None,
+            label=(f"{name}: validation" if both else name) if first else None,
+        )  # fmt: skip
+        tops.append(max([evaluations[0]["val_loss"], *loss[len(loss) // 20 :]]))
+ends = [run["evaluations"][-1]["val_loss"] for run in runs if run["baseline"]]
+if ends:
+    losses.axhline(min(ends), color="0.4", linestyle=":", linewidth=1, zorder=0,
+                   label=f"the baseline's final loss, {min(ends):.3f}")  # fmt: skip
+if tops:
+    lowest = losses.dataLim.y0
+    losses.set_ylim(lowest - 0.05 * (max(tops) - lowest), max(tops) + 0.05 * (max(tops) - lowest))
+losses.set_ylabel("loss (nats per token)" if logs else "validation loss (nats per token)")
 losses.legend(frameon=False)
-rates.set_ylabel("learning rate")
-speeds.set_ylabel("tokens/s")
-speeds.set_ylim(bottom=0)
-speeds.set_xlabel("iteration")
-speeds.yaxis.set_major_formatter("{x:,.0f}")
-for axes in (losses, rates, speeds):
-    axes.grid(alpha=0.3)
-    axes.spines[["top", "right"]].set_visible(False)
+if logs:
+    axes[1].set_ylabel("learning rate")
+    axes[2].set_ylabel("tokens per second")
+    axes[2].set_ylim(bottom=0)
+    axes[2].yaxis.set_major_formatter("{x:,.0f}")
+axes[-1].set_xlabel(label)
+axes[-1].set_xlim(left=0)
+figure.align_ylabels(axes)
+for panel in axes:
+    panel.grid(alpha=0.3)
+    panel.spines[["top", "right"]].set_visible(False)
 try:
     figure.savefig(png, dpi=150)
 except ValueError as error:

@@ -4,9 +4,11 @@ import contextlib
 import json
 import math
 import os
+import statistics
 import sys
 import textwrap
 import time
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -177,3 +179,29 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
             with contextlib.suppress(ValueError):
                 entries.append(json.loads(line))
     return entries
+
+
+def training_clock(entries: list[dict[str, Any]]) -> tuple[list[float], list[int]]:
+    """Seconds of training steps, and tokens trained on, before each iteration of a metrics.jsonl.
+
+    Evaluation is no part of a step's time. The first three steps may have compiled, and one after
+    an evaluation seems too short, since that waited for the optimizer of the step before: these
+    take the median of the steps after them.
+    """
+    ms: list[float] = []
+    tokens: list[int] = []
+    for entry in entries:
+        if entry.get("loss") is not None:
+            since = entry["iter"] + 1 - len(ms)  # a line stands for all steps since the one before
+            ms += [entry["ms"]] * since
+            tokens += [round(entry["tokens_per_s"] * entry["ms"] / 1e3)] * since
+    missing = max((entry["iter"] for entry in entries), default=0) - len(ms)  # not logged yet
+    ms += ms[-1:] * missing
+    tokens += tokens[-1:] * missing
+    unsure = {0, 1, 2} | {entry["iter"] for entry in entries if "val_loss" in entry}
+    sure = [None if i in unsure else value for i, value in enumerate(ms)]
+    for i in unsure & set(range(len(ms))):
+        after = [value for value in sure[i : i + 16] if value is not None]
+        ms[i] = statistics.median(after) if after else ms[i]
+    seconds = accumulate((value / 1e3 for value in ms), initial=0.0)
+    return list(seconds), list(accumulate(tokens, initial=0))

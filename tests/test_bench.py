@@ -1,6 +1,9 @@
+import json
+import lzma
 import re
 import shutil
 
+import pytest
 from conftest import ROOT, TINY
 
 
@@ -43,3 +46,63 @@ def test_compare_finds_a_slower_model(start, tmp_path):
     assert process.wait() == 0, shown
     difference, error = re.search(r"([+-][\d.]+) \(([\d.]+)\)$", shown, re.MULTILINE).groups()
     assert 18 < float(difference) < 40 and float(error) < 5
+
+
+def test_time_to_loss_compares_ours_with_the_plain_baseline(start, sums, tmp_path):
+    for name in ("val.bin", "meta.json"):
+        shutil.copy(sums / name, tmp_path)
+    (tmp_path / "train.bin.xz").write_bytes(lzma.compress((sums / "train.bin").read_bytes()))
+    process = start(
+        "dev/time_to_loss.py", f"--data={tmp_path}", "--size=tiny", "--block_size=16",
+        "--micro_batch=4", "--eval_windows=8", "--eval_interval=5", "--device=cpu",
+        "--compile=False", "--gpus=2", f"--out={tmp_path}/runs.jsonl", "--baseline=0.1k:1e-4:768:2",
+        "--ours=wsd: --lr_schedule=wsd --warmup_iters=2 --learning_rate=1e-2 --max_iters=12 "
+        "--gradient_accumulation_steps=1",
+    )  # fmt: skip
+    shown = process.stdout.read()
+    assert process.wait() == 0, shown
+    runs = map(json.loads, (tmp_path / "runs.jsonl").read_text(encoding="utf-8").splitlines())
+    runs = {run["kind"]: run for run in runs}
+    curves = {kind: run["curve"] for kind, run in runs.items()}
+    assert [e["iter"] for e in curves["baseline"]] == [0, 5, 6]
+    assert [e["tokens"] for e in curves["ours"]] == [0, 5 * 64, 10 * 64, 12 * 64]
+    assert curves["baseline"][-1]["tokens"] == 768
+    assert "| plain 0.1k:1e-4:768:2 | 1337 | 128 | 0.0001 | 0.0M |" in shown
+    assert "| wsd | 1337 | 64 | 0.01 |" in shown
+    ratio = float(re.search(r"^wsd: ([\d.]+) of the baseline's time", shown, re.MULTILINE)[1])
+    reached = ratio * curves["baseline"][-1]["seconds"]
+    assert 0 < reached < curves["ours"][-1]["seconds"]
+
+
+def test_time_to_loss_refuses_wrong_flags_before_any_run(run):
+    with pytest.raises(ValueError, match="unknown setting '--muon_rl=1'"):
+        run("dev/time_to_loss.py", "--ours=--muon_rl=1")
+    with pytest.raises(ValueError, match="eval_windows=512 must be a multiple of batch_size=24"):
+        run("dev/time_to_loss.py", "--ours=big: --batch_size=24")
+    with pytest.raises(ValueError, match="'65k' is not TOKENS_PER_STEP:LEARNING_RATE"):
+        run("dev/time_to_loss.py", "--baseline=65k")
+
+
+def test_time_to_loss_interpolates_between_evaluations_and_judges_by_the_best_baseline(
+    run, tmp_path
+):
+    lines = []
+    for kind, recipe, seed, points in (
+        ("baseline", "quick", 1, [(0, 9.0), (10, 4.0)]),
+        ("baseline", "slow", 1, [(0, 9.0), (100, 3.0)]),
+        ("baseline", "slow", 2, [(0, 9.0), (100, 2.0)]),
+        ("ours", "muon", 1, [(0, 9.0), (10, 5.0), (20, 1.0)]),  # 3.0 after 15 s
+        ("ours", "muon", 2, [(0, 9.0), (10, 2.5), (40, 2.2)]),
+    ):
+        curve = [{"tokens": 64, "seconds": s, "val_loss": loss} for s, loss in points]
+        lines.append(
+            {"kind": kind, "recipe": recipe, "seed": seed, "size": "tiny", "data": "sums",
+             "device": "cpu", "tokens_per_step": 64, "learning_rate": 1e-3, "curve": curve}
+        )  # fmt: skip
+    file = tmp_path / "runs.jsonl"
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    shown = run("dev/time_to_loss.py", f"--out={file}")
+    assert "best baseline: slow" in shown
+    assert "| muon | 1 | 64 | 0.001 | 0.0M | 20.0 | 1.0000 | 15.0 | 0.150 |" in shown
+    assert "| muon | 2 | 64 | 0.001 | 0.0M | 40.0 | 2.2000 | not reached |  |" in shown
+    assert "muon: 0.150 of the baseline's time, 1/6.67" in shown

@@ -1,23 +1,52 @@
 import json
 
+from steady.runlog import training_clock
+
 import pytest
 
 
 def write(folder, n):
     folder.mkdir()
     lines = [{"iter": 0, "train_loss": 4.0, "val_loss": 4.1}]
-    lines += [{"iter": i, "loss": 4 / (i + 1), "lr": 1e-3, "tokens_per_s": 10.0} for i in range(n)]
+    step = {"lr": 1e-3, "ms": 2e3, "tokens_per_s": 10.0}
+    lines += [{"iter": i, "loss": 4 / (i + 1)} | step for i in range(n)]
+    lines += [{"iter": n, "train_loss": 4 / n, "val_loss": 4 / n}]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
 def test_several_runs_become_one_picture(run, tmp_path):
-    pytest.importorskip("matplotlib")
+    pyplot = pytest.importorskip("matplotlib.pyplot")
     write(tmp_path / "out-a", 50)
     write(tmp_path / "out-b", 20)
     png = tmp_path / "runs.png"
-    shown = run("plot.py", tmp_path / "out-a", tmp_path / "out-b", f"--png={png}")
-    assert f"wrote {png}" in shown
-    assert png.read_bytes().startswith(b"\x89PNG") and png.stat().st_size > 10_000
+    curve = [{"iter": i, "tokens": i * 64, "seconds": i / 9, "val_loss": 4 - i} for i in range(3)]
+    line = {"recipe": "baseline 65k", "kind": "baseline", "curve": curve}
+    (tmp_path / "runs.jsonl").write_text(json.dumps(line) + "\n")
+    axes = []
+    for paths in (["out-a", "out-b"], ["runs.jsonl", "out-a"], ["runs.jsonl"]):
+        shown = run("plot.py", *(tmp_path / p for p in paths), f"--png={png}", "--x=time")
+        assert f"wrote {png}" in shown
+        assert png.read_bytes().startswith(b"\x89PNG") and png.stat().st_size > 10_000
+        axes.append(pyplot.gcf().axes)
+    assert [len(panels) for panels in axes] == [3, 3, 1]
+    # 50 steps of 2 s, from the first evaluation of a trained model on
+    assert axes[0][0].lines[1].get_xdata().tolist() == [100]
+    assert axes[0][2].get_xlabel() == "time of training steps (seconds)"
+    assert axes[2][0].lines[0].get_xdata().tolist() == [1 / 9, 2 / 9]
+    assert axes[2][0].get_ylabel() == "validation loss (nats per token)"
+
+
+def test_time_is_that_of_training_steps_alone():
+    step = {"loss": 1.0, "tokens_per_s": 1000.0}
+    first = [{"iter": i, "ms": 9000.0} | step for i in range(3)]  # they compiled
+    then = [{"iter": i, "ms": 100.0} | step for i in range(3, 6)]
+    # an evaluation waited for step 5's optimizer, so step 6 seems short; then a line for four steps
+    after = [{"iter": 6, "val_loss": 1.0}, {"iter": 6, "ms": 60.0} | step]
+    entries = first + then + after + [{"iter": 10, "ms": 100.0} | step, {"iter": 12, "val_loss": 1}]
+    seconds, tokens = training_clock(entries)
+    expected = [i / 10 for i in range(13)]
+    assert seconds == pytest.approx(expected)
+    assert tokens[6:9] == [27300, 27360, 27460] and len(tokens) == 13
 
 
 def test_bad_input_is_one_line(run, tmp_path):
