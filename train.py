@@ -235,7 +235,8 @@ stop = StopRequest(alone=here.world_size == 1, announce=here.master)
 # -----------------------------------------------------------------------------
 # find out whether a step fits into memory, and split it further if not: the same global batch,
 # the same data, the same loss curve
-step = memory.Step(model_config, raw_model.num_params(), sequences_per_process, dtype, plan, here)
+step = memory.Step(model_config, raw_model.num_params(), sequences_per_process, dtype, plan, here,
+                   muon=config["optimizer"] == "muon")  # fmt: skip
 wanted = memory.Split(batch_size, activation_checkpointing)
 fit = memory.fit(try_step, step, wanted, device, auto_batch)
 model, batch_size = fit.model, fit.split.batch_size

@@ -16,6 +16,7 @@ from steady import distributed, hardware
 from steady.distributed import Place
 from steady.environment import Plan
 from steady.loss import CHUNK_ELEMENTS
+from steady.optim import MUON_ELEMENTS
 
 import torch
 from torch import nn
@@ -50,6 +51,7 @@ class Step(NamedTuple):
     dtype: torch.dtype  # what matrix products are computed in
     plan: Plan
     here: Place
+    muon: bool = False
 
     @property
     def shards(self) -> int:
@@ -134,17 +136,22 @@ def estimate(
         copied = gathered or size < 4
     copies = size * in_blocks * copied
     weights = 4 * step.n_params / step.shards
+    state = 2 * weights  # AdamW's two moments
+    working = 0
+    if step.muon:  # one moment of blocks; gradients, updates and their products while it works
+        state -= 4 * in_blocks / step.shards
+        working = 16 * min(MUON_ELEMENTS, in_blocks)
     components = {
         "weights": weights + copies,
         "gradients": weights if step.keeps_gradients(batch_size) else 0,
-        "optimizer": 2 * weights,
+        "optimizer": state,
         "activations": size * tokens * (kept + 4 * width),  # and the loss's inputs and gradients
         "logits": size * chunk + 8 * head,  # one chunk, and the head's gradient being summed up
     }
     end = {
         "weights": weights,
         "gradients": (1 + step.copies_gradients()) * weights,
-        "optimizer": 2 * weights,
+        "optimizer": state + working,
     }
     components = max(components, end, key=lambda parts: sum(parts.values()))
     return {name: bytes_ / 2**30 for name, bytes_ in components.items()}

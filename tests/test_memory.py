@@ -142,6 +142,12 @@ def test_estimate_is_within_a_tenth_of_what_was_measured(
     assert sum(parts.values()) == pytest.approx(measured, rel=0.10)
 
 
+def test_estimate_counts_one_moment_of_the_matrices_with_muon():
+    parts = estimate(gpt2_step(32, muon=True), 32, "none")
+    matrices = GPT2_PARAMS - 50304 * 768
+    assert parts["optimizer"] == pytest.approx((8 * GPT2_PARAMS - 4 * matrices) / 2**30)
+
+
 def large_step(batch_size, here):
     return Step(LARGE, LARGE_PARAMS, batch_size, torch.bfloat16, COMPILED, here)
 
