@@ -38,11 +38,11 @@ RANGES = (
     ("at least 1", lambda value: value >= 1, (
         "batch_size", "gradient_accumulation_steps", "block_size", "eval_iters", "log_interval",
         "n_layer", "n_head", "n_embd", "num_samples", "max_new_tokens", "steps", "warmup_steps",
-        "processes",
+        "processes", "num_proc",
     )),
     ("at least 0", lambda value: value >= 0, (
         "eval_interval", "sample_interval", "max_iters", "warmup_iters", "lr_decay_iters",
-        "vocab_size", "n_kv_head", "n_hidden", "head_dim", "top_k",
+        "vocab_size", "n_kv_head", "n_hidden", "head_dim", "top_k", "max_tokens",
     )),
     ("at least 0 and finite", lambda value: 0 <= value < math.inf, (
         "learning_rate", "min_lr", "weight_decay", "grad_clip", "norm_eps", "temperature",
