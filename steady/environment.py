@@ -17,6 +17,7 @@ import shutil
 import sys
 import sysconfig
 import tempfile
+import textwrap
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -278,6 +279,7 @@ def report() -> list[tuple[str, str, str]]:
 
 if __name__ == "__main__":
     results = report()
-    for state, name, finding in results:
-        print(f"{state:8} {name:24} {finding}")
+    for state, name, finding in results:  # narrow enough to be quoted
+        line = f"{state:8} {name:24} {finding}"
+        print(textwrap.fill(line, 80, subsequent_indent=" " * 9))
     sys.exit(any(state == "problem" for state, _, _ in results))

@@ -255,10 +255,14 @@ def test_own_files_in_parts_processes_and_after_interruptions_are_the_same(
     monkeypatch.setattr(textfiles, "READ_BYTES", 700)
     monkeypatch.setattr(hub, "BUFFER_TOKENS", 100)
     assert len(textfiles.plan(paths)) > 15
-    prepare("parts")
     prepare("processes", num_proc=2)
     prepare("char-parts", "char")
     assert contents["char-parts"] == contents["char"]
+
+    prepare("parts")
+    with pytest.raises(ValueError, match="no 'body', only text") as error:
+        prepare_from_files(tmp_path / "wrong", "gpt2", paths[:1], column="body", num_proc=2)
+    assert error.traceback[-1].path.name == "prepare.py"  # ours, so it is printed in one line
 
     calls, write = [], hub.write_text_shard
 
@@ -301,7 +305,7 @@ def repository(tmp_path, monkeypatch):
     return folder
 
 
-@pytest.mark.parametrize("name", ["openwebtext", "fineweb_edu", "tinystories"])
+@pytest.mark.parametrize("name", ["openwebtext", "fineweb_edu", "tinystories", "climbmix"])
 def test_f38_hub_data_sets_are_read_as_parquet(run, tmp_path, repository, gpt2_files, name):
     """Dataset scripts, which `datasets` no longer runs, are not needed."""
     run(f"data/{name}/prepare.py", f"--path={repository}", f"--out={tmp_path / 'out'}",

@@ -158,6 +158,9 @@ def test_report_runs_without_torch_and_without_a_compiler(tmp_path):
     )  # fmt: skip
     assert found.returncode == 1 and not found.stderr
     assert "problem  torch" in found.stdout and "warning  compiler" in found.stdout
+    lines = found.stdout.splitlines()
+    assert max(map(len, lines)) <= 80 and "\x1b" not in found.stdout
+    assert any(line.startswith(" " * 9) for line in lines)  # a long finding goes on below
 
 
 def test_training_modules_need_torch_and_numpy_only():
