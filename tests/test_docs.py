@@ -43,7 +43,7 @@ def all_commands() -> list[tuple[str, str]]:
 def settings_of(script: str) -> set[str]:
     """The settings that a script of ours takes."""
     source = (ROOT / script).read_text(encoding="utf-8")
-    if "configure" not in source:
+    if not re.search(r"configure\(|prepare_hub_dataset\(", source):
         return set()
     names = set(read_settings(ROOT / script))
     if script == "bench.py":
