@@ -46,7 +46,7 @@ RANGES = (
     )),
     ("at least 0 and finite", lambda value: 0 <= value < math.inf, (
         "learning_rate", "min_lr", "weight_decay", "grad_clip", "norm_eps", "temperature",
-        "decay_fraction", "smooth",
+        "decay_fraction", "smooth", "baseline",
     )),
     ("above 0 and finite", lambda value: 0 < value < math.inf, ("rope_theta",)),
     ("at least 0 and below 1", lambda value: 0 <= value < 1, ("beta1", "beta2", "dropout")),

@@ -1,6 +1,6 @@
 """Draw loss, learning rate and throughput of one or several runs into a picture.
 
-python plot.py out-stdlib-char
+python plot.py out-stdlib-char --baseline=3.10
 python plot.py out-* --png=comparison.png
 """
 
@@ -13,6 +13,7 @@ from configurator import configure
 
 # the picture
 png = "runs.png"  # file to write
+baseline = 0.0  # a loss to compare with, such as that of token frequencies; 0: none
 smooth = 0.02  # share of a run over which the training loss is averaged; 0: not at all
 
 folders = [argument for argument in sys.argv[1:] if not argument.startswith("-")]
@@ -52,13 +53,20 @@ for i, folder in enumerate(folders):
     at = [e["iter"] for e in steps]
     loss = moving_average([e["loss"] for e in steps], max(1, round(smooth * len(steps))))
     losses.plot(at, loss, color=color, alpha=0.45, linewidth=1, label=f"{name}: training")
+    # the untrained model's is a point of its own: a line from there would say what was not measured
+    trained = [e for e in evaluations if e["iter"] > 0]
     losses.plot(
-        [e["iter"] for e in evaluations], [e["val_loss"] for e in evaluations],
+        [e["iter"] for e in trained], [e["val_loss"] for e in trained],
         color=color, marker=".", label=f"{name}: validation",
     )  # fmt: skip
+    for e in evaluations[: len(evaluations) - len(trained)]:
+        losses.plot(e["iter"], e["val_loss"], color=color, marker=".")
     rates.plot(at, [e["lr"] for e in steps], color=color)
     speeds.plot(at, [e["tokens_per_s"] for e in steps], color=color, linewidth=1)
-losses.set_ylabel("loss")
+if baseline:
+    losses.axhline(baseline, color="gray", linestyle="--", linewidth=1,
+                   label=f"baseline {baseline:.2f}")  # fmt: skip
+losses.set_ylabel("loss (nats per token)")
 losses.legend(frameon=False)
 rates.set_ylabel("learning rate")
 speeds.set_ylabel("tokens/s")

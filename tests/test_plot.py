@@ -15,7 +15,7 @@ def test_several_runs_become_one_picture(run, tmp_path):
     write(tmp_path / "out-a", 50)
     write(tmp_path / "out-b", 20)
     png = tmp_path / "runs.png"
-    shown = run("plot.py", tmp_path / "out-a", tmp_path / "out-b", f"--png={png}")
+    shown = run("plot.py", tmp_path / "out-a", tmp_path / "out-b", f"--png={png}", "--baseline=3")
     assert f"wrote {png}" in shown
     assert png.read_bytes().startswith(b"\x89PNG") and png.stat().st_size > 10_000
 
