@@ -205,8 +205,7 @@ def prepare_from_files(
         chosen = named(tokenizer)
     source = {
         "files": [[str(p), p.stat().st_size, p.stat().st_mtime_ns] for p in paths],
-        "column": column, "val_fraction": val_fraction, "skip_bad_rows": skip_bad_rows,
-        "shards": len(groups),
+        "column": column, "val_fraction": val_fraction, "shards": len(groups),
     }  # fmt: skip
     jobs = [(parts, i, folder / "shards", chosen, column, val_fraction, skip_bad_rows)
             for i, parts in enumerate(groups)]  # fmt: skip
@@ -234,12 +233,13 @@ def write_in_shards(
     """
     shards, width = folder / "shards", token_dtype(tokenizer).itemsize
     shards.mkdir(parents=True, exist_ok=True)
-    note, source = shards / "source.json", source | {"tokenizer": tokenizer.meta()}
-    if note.exists() and json.loads(note.read_text(encoding="utf-8")) != source:
-        raise ValueError(f"{shards} holds parts of another data set or tokenizer: delete it")
-    note.write_text(json.dumps(source), encoding="utf-8")
     paths = [shard_path(shards, i, "train") for i in range(len(jobs))]
     missing = [i for i, path in enumerate(paths) if not path.exists()]
+    note, source = shards / "source.json", source | {"tokenizer": tokenizer.meta()}
+    before = json.loads(note.read_text(encoding="utf-8")) if note.exists() else source
+    if before != source and any(shards.glob("*.train.bin")):
+        raise ValueError(f"{shards} holds parts of another data set or tokenizer: delete it")
+    note.write_text(json.dumps(source), encoding="utf-8")
     if len(missing) < len(jobs):
         print(f"{len(jobs) - len(missing)} of {len(jobs)} shards are there already")
     # shards and the result are both kept
