@@ -41,15 +41,15 @@ RANGES = (
     ("at least 1", lambda value: value >= 1, (
         "batch_size", "gradient_accumulation_steps", "block_size", "eval_iters", "log_interval",
         "n_layer", "n_head", "n_embd", "num_samples", "max_new_tokens", "steps", "warmup_steps",
-        "processes", "micro_batch", "eval_windows", "gpus",
+        "processes", "num_proc", "micro_batch", "eval_windows", "gpus",
     )),
     ("at least 0", lambda value: value >= 0, (
         "eval_interval", "sample_interval", "max_iters", "warmup_iters", "lr_decay_iters",
-        "vocab_size", "n_kv_head", "n_hidden", "head_dim", "top_k",
+        "vocab_size", "n_kv_head", "n_hidden", "head_dim", "top_k", "max_tokens",
     )),
     ("at least 0 and finite", lambda value: 0 <= value < math.inf, (
         "learning_rate", "min_lr", "weight_decay", "grad_clip", "norm_eps", "temperature",
-        "decay_fraction", "smooth",
+        "decay_fraction", "smooth", "baseline",
     )),
     ("above 0 and finite", lambda value: 0 < value < math.inf, ("rope_theta",)),
     ("at least 0 and below 1", lambda value: 0 <= value < 1, ("beta1", "beta2", "dropout")),
@@ -116,6 +116,7 @@ def configure(
     namespace: dict[str, Any],
     base: str | Path | None = None,
     positional: str = "config/FILE.py",
+    ignored: str | Path | None = None,
 ) -> dict[str, Any]:
     """Apply `sys.argv` to the settings of the calling script and return all of them.
 
@@ -123,6 +124,8 @@ def configure(
         namespace: the script's `globals()`; its settings are updated in place.
         base: another script whose settings are accepted too (bench.py takes those of train.py).
         positional: what `--help` calls arguments without dashes.
+        ignored: a script whose settings config files may hold too, without effect (sample.py takes
+            the config of a training run).
 
     Raises ValueError that names key, value and remedy for anything it cannot accept. From here on
     a ValueError that this project raises, or the system's error about a file or disk, ends the
@@ -137,7 +140,7 @@ def configure(
     if {"--help", "-h"} & set(sys.argv[1:]):
         print(describe(settings, Path(namespace["__file__"]).name, positional))
         raise SystemExit(0)
-    config = resolve(settings, sys.argv[1:])
+    config = resolve(settings, sys.argv[1:], read_settings(ignored) if ignored else {})
     check_values(config)
     namespace.update(config)
     return config
@@ -152,12 +155,35 @@ def without_auto(script: str | Path, name: str) -> Any:
     return value
 
 
-def resolve(settings: dict[str, Setting], arguments: list[str]) -> dict[str, Any]:
+def batch_note(script: str | Path) -> str | None:
+    """A line for a `--batch_size` that alone changes the global batch of config file and defaults,
+    with the accumulation that keeps it; None if it does not."""
+    given = [argument.partition("=")[0] for argument in sys.argv[1:]]
+    if "--batch_size" not in given or "--gradient_accumulation_steps" in given:
+        return None
+    settings = read_settings(script)
+    size = resolve(settings, sys.argv[1:])["batch_size"]
+    rest = [argument for argument in sys.argv[1:] if not argument.startswith("--batch_size=")]
+    planned = resolve(settings, rest)
+    steps, before = planned["gradient_accumulation_steps"], planned["batch_size"]
+    if "auto" in (size, before) or size == before:
+        return None
+    kept = max(1, round(before * steps / size))
+    keeps = "keeps it" if kept * size == before * steps else f"makes it {kept * size}"
+    return (
+        f"note: --batch_size={size} alone makes an iteration {size * steps} sequences instead of "
+        f"{before * steps}; --gradient_accumulation_steps={kept} {keeps}"
+    )
+
+
+def resolve(
+    settings: dict[str, Setting], arguments: list[str], ignored: dict[str, Setting] | None = None
+) -> dict[str, Any]:
     """Settings after the config files and `--key=value` arguments, in the order given."""
     config = {name: setting.default for name, setting in settings.items()}
     for argument in arguments:
         if not argument.startswith("-"):
-            run_config_file(argument, settings, config)
+            run_config_file(argument, settings, config, ignored or {})
             continue
         key, equals, text = argument.lstrip("-").partition("=")  # only the first "=" separates
         if key not in settings:
@@ -170,14 +196,20 @@ def resolve(settings: dict[str, Setting], arguments: list[str]) -> dict[str, Any
     return config
 
 
-def run_config_file(path: str, settings: dict[str, Setting], config: dict[str, Any]) -> None:
-    """Run a Python config file and take over its settings."""
+def run_config_file(
+    path: str,
+    settings: dict[str, Setting],
+    config: dict[str, Any],
+    ignored: dict[str, Setting],
+) -> None:
+    """Run a Python config file and take over its settings, except for `ignored` ones."""
     try:
         source = Path(path).read_text(encoding="utf-8")
     except OSError as error:
         hint = "" if "=" not in path else f" (a setting is written --{path})"
         raise ValueError(f"cannot read config file {path!r}: {error.strerror}{hint}") from None
-    namespace = dict(config, __file__=path)
+    namespace = {name: setting.default for name, setting in ignored.items()}
+    namespace |= config | {"__file__": path}
     try:
         exec(compile(source, path, "exec"), namespace)
     except Exception as error:
@@ -191,7 +223,7 @@ def run_config_file(path: str, settings: dict[str, Setting], config: dict[str, A
     for key, value in namespace.items():
         if key in settings:
             config[key] = check(settings[key], value, f"{key} = {value!r} in {path}")
-        elif not key.startswith("_") and key not in defined:
+        elif not key.startswith("_") and key not in defined and key not in ignored:
             raise ValueError(
                 f"unknown setting {key!r} in {path}{nearest(key, settings)} "
                 "(names of your own begin with an underscore)"

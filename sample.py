@@ -1,6 +1,9 @@
 """Print samples from a trained model.
 
-python sample.py --out_dir=out-stdlib-char --start="def " --num_samples=3
+    python sample.py --out_dir=out-stdlib-char --start="def " --num_samples=3
+    python sample.py config/train_shakespeare_char.py
+
+A config file of a training run says where its checkpoint is; the rest of it has no effect.
 """
 
 import sys
@@ -26,12 +29,13 @@ max_new_tokens = 500  # tokens in each sample
 temperature = 0.8  # 1: the model's own probabilities, lower: bolder choices, 0: the likeliest
 top_k = 200  # only the k likeliest tokens; 0: all
 top_p = 1.0  # only the likeliest tokens that together have this probability; 1: all
+stop_at_end = True  # end a sample at the model's end-of-text token; False: go on
 seed = 1337  # of the draws
 # system
 device = "auto"  # auto, cpu, cuda, cuda:N, mps
 dtype = "auto"  # auto, float32, bfloat16, float16
 
-configure(globals())
+configure(globals(), ignored=Path(__file__).parent / "train.py")
 
 device = hardware.choose_device(device)
 dtype = hardware.choose_dtype(dtype, device)
@@ -57,34 +61,51 @@ if not prompt:
 tokens = torch.tensor([prompt] * num_samples, device=device)
 generator = torch.Generator(device=device).manual_seed(seed)
 
+end = tokenizer.end_of_text if stop_at_end else None
+ended = torch.zeros(num_samples, dtype=torch.bool, device=device)
 printed, ids = start, []
 
 
-def stream(new: torch.Tensor) -> None:
-    """Print what a single sample's new token adds, characters of several tokens when complete."""
+def text_of(ids: list[int]) -> str:
+    """The prompt and the new tokens `ids`, up to the end of the text."""
+    return start + tokenizer.decode(ids[: ids.index(end)] if end in ids else ids)
+
+
+def stream(new: torch.Tensor) -> bool:
+    """Print what a single sample's new token adds, characters of several tokens when complete.
+
+    new: (num_samples,). Returns whether all samples have ended.
+    """
     global printed
-    ids.append(new.item())
-    text = start + tokenizer.decode(ids)
-    if not text.endswith("\ufffd"):
-        print(text[len(printed) :], end="", flush=True)
-        printed = text
+    if num_samples == 1:
+        ids.append(new.item())
+        text = text_of(ids)
+        if not text.endswith("\ufffd"):
+            print(text[len(printed) :], end="", flush=True)
+            printed = text
+    if end is None:
+        return False
+    ended.logical_or_(new == end)
+    return bool(ended.all())
 
 
-print(f"# {path}, iteration {saved['iter_num']}, val loss {saved['best_val_loss']:.4f}",
-      file=sys.stderr)  # fmt: skip
+best = "val loss" if path.name == "best.pt" else "best val loss so far"
+print(f"# loaded {path}: {model.num_params():,} parameters, iteration {saved['iter_num']}, "
+      f"{best} {saved['best_val_loss']:.4f}", file=sys.stderr)  # fmt: skip
 if num_samples == 1:
     print(start, end="", flush=True)
 began = time.perf_counter()
 samples = generate(
     model, tokens, max_new_tokens, temperature, top_k, top_p,
     vocab_size=tokenizer.vocab_size, generator=generator,
-    on_token=stream if num_samples == 1 else None, cuda_graph=device.type == "cuda",
-).tolist()  # fmt: skip
+    on_token=stream, cuda_graph=device.type == "cuda",
+)  # fmt: skip
 seconds = time.perf_counter() - began
 if num_samples == 1:
-    print((start + tokenizer.decode(ids))[len(printed) :])
+    print(text_of(ids)[len(printed) :])
 else:
-    for sample in samples:
-        print(start + tokenizer.decode(sample[len(prompt) :]))
+    for sample in samples[:, len(prompt) :].tolist():
+        print(text_of(sample))
         print("---------------")
-print(f"# {num_samples * max_new_tokens / seconds:,.0f} tokens/s", file=sys.stderr)
+drawn = num_samples * (samples.shape[1] - len(prompt))
+print(f"# {drawn / seconds:,.0f} tokens/s", file=sys.stderr)

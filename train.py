@@ -154,7 +154,7 @@ log = RunLog(out_path, config, iter_num, quiet=not here.master)
 log.line(environment.summary(device, dtype, plan, here))
 log.line(raw_model.summary(data.vocab_size))
 log.line(data.summary(sequences_per_iter * block_size))
-log.settings(config)
+log.settings(config, __file__)
 
 # -----------------------------------------------------------------------------
 # what the loop is made of
@@ -242,6 +242,8 @@ fit = memory.fit(try_step, step, wanted, device, auto_batch)
 model, batch_size = fit.model, fit.split.batch_size
 gradient_accumulation_steps = sequences_per_iter // batch_size
 log.line(fit.report(sequences_per_iter))
+if plan.cuda_graphs:
+    log.line(environment.graphs_report())
 loader = DataLoader(
     train_file, batch_size, gradient_accumulation_steps, seed, device, here, data_offset
 )
@@ -251,7 +253,8 @@ loader = DataLoader(
 gc.collect()
 gc.freeze()  # set-up's many objects are no garbage; looking through them would stall a step
 log.start_clock(iter_num, sequences_per_iter * block_size, raw_model.flops_per_token(),
-                hardware.peak_flops(device, dtype, here.world_size))  # fmt: skip
+                hardware.peak_flops(device, dtype, here.world_size),
+                hardware.total_memory_gib(device))  # fmt: skip
 micro_batches = loader.micro_batches(iter_num)
 tokens, targets = next(micro_batches)
 loss = torch.zeros((), device=device)  # our own tensor: a CUDA graph's output would be overwritten
@@ -326,5 +329,6 @@ if not here.master:
 if stopping:
     print(f"stopped at iteration {iter_num}, saved {ckpt_path}; to go on:\n  {how_to_go_on()}")
 elif not eval_only:
-    print(f"finished at iteration {iter_num}, best val loss {best_val_loss:.4f}; to see samples:")
+    print(log.summary(loader.position(iter_num) * block_size, best_val_loss, best_path))
+    print(f"finished at iteration {iter_num}; to see samples:")
     print(f"  python sample.py --out_dir={out_dir}")

@@ -1,13 +1,15 @@
 """GPT-2 (124M) shape on OpenWebText with a warm-up-stable-decay schedule: stop whenever you like.
 
+    python data/openwebtext/prepare.py --num_proc=8
     python train.py config/train_openwebtext.py
     python train.py config/train_openwebtext.py --batch_size=4 --gradient_accumulation_steps=120
+    python sample.py
 
+As nanoGPT's, it writes to out/, where sample.py looks.
 The learning rate stays constant until the last fifth, so a run can be prolonged from a checkpoint
 by raising max_iters and lr_decay_iters before the decay begins.
 """
 
-out_dir = "out-openwebtext"
 wandb_run_name = "gpt2-124M-wsd"
 
 batch_size = 12

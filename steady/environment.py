@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import ctypes.util
+import logging
 import os
 import platform
 import re
@@ -16,6 +17,7 @@ import shutil
 import sys
 import sysconfig
 import tempfile
+import textwrap
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -56,7 +58,35 @@ class Plan(NamedTuple):
 def plan(compile: bool, mode: str, device: torch.device) -> Plan:
     """What can be had of what is asked for."""
     obstacle = compile_obstacle(device) if compile else "compile=False"
-    return Plan(obstacle, mode, not obstacle and mode in GRAPH_MODES and device.type == "cuda")
+    cuda_graphs = not obstacle and mode in GRAPH_MODES and device.type == "cuda"
+    if cuda_graphs:
+        listen_for_skips()
+    return Plan(obstacle, mode, cuda_graphs)
+
+
+def listen_for_skips() -> None:
+    """Keep the reasons that torch gives for not recording a CUDA graph in `skip_reasons`."""
+    handler = logging.Handler()
+    handler.emit = lambda record: skip_reasons.append(record.getMessage().splitlines()[0])
+    logging.getLogger("torch._inductor.cudagraph_utils.__cudagraphs").addHandler(handler)
+
+
+skip_reasons: list[str] = []
+
+
+def graphs_report() -> str:
+    """How many CUDA graphs this process has recorded, and why others were not; in one line."""
+    from torch._inductor.cudagraph_trees import get_manager
+
+    def count(nodes: list[Any]) -> int:
+        return sum(1 + sum(count(c) for c in node.children.values()) for node in nodes)
+
+    manager = get_manager(torch.cuda.current_device(), create_if_none_exists=False)
+    recorded = count(list(manager.get_roots())) if manager else 0
+    skipped = torch._dynamo.utils.counters["inductor"]["cudagraph_skips"]
+    why = "; ".join(dict.fromkeys(skip_reasons)) or "TORCH_LOGS=cudagraphs says why"
+    return f"CUDA graphs: {recorded} recorded, " + (f"{skipped} skipped: {why}" if skipped else
+                                                    "none skipped")  # fmt: skip
 
 
 def compile_model(
@@ -249,6 +279,7 @@ def report() -> list[tuple[str, str, str]]:
 
 if __name__ == "__main__":
     results = report()
-    for state, name, finding in results:
-        print(f"{state:8} {name:24} {finding}")
+    for state, name, finding in results:  # narrow enough to be quoted
+        line = f"{state:8} {name:24} {finding}"
+        print(textwrap.fill(line, 80, subsequent_indent=" " * 9))
     sys.exit(any(state == "problem" for state, _, _ in results))

@@ -86,7 +86,7 @@ def generate(
     top_p: float = 1.0,
     vocab_size: int | None = None,
     generator: torch.Generator | None = None,
-    on_token: Callable[[Tensor], None] | None = None,
+    on_token: Callable[[Tensor], bool | None] | None = None,
     cuda_graph: bool = False,
 ) -> Tensor:
     """Continue every row of `tokens` (B, T), each row drawing on its own.
@@ -94,11 +94,11 @@ def generate(
     Args:
         temperature, top_k, top_p: see `draw`.
         vocab_size: ids from here on are never drawn (the padding of a vocabulary).
-        on_token: called with every new column (B,) as it is drawn.
+        on_token: called with every new column (B,) as it is drawn; the last one if it returns True.
         cuda_graph: record a decoding step and replay it, for speed on a GPU.
 
-    Returns (B, T + max_new_tokens). Of a prompt longer than block_size the model sees the end; when
-    the context is full, it goes on with the newer half of it.
+    Returns (B, T + max_new_tokens), less if on_token ended it. Of a prompt longer than block_size
+    the model sees the end; when the context is full, it goes on with the newer half of it.
     """
     size = model.config.block_size
     length = min(size, tokens.shape[1] + max_new_tokens)
@@ -126,8 +126,8 @@ def generate(
         new = draw(logits, temperature, top_k, top_p, generator)  # (B,)
         context = new[:, None]
         tokens = torch.cat((tokens, context), dim=1)
-        if on_token is not None:
-            on_token(new)
+        if on_token is not None and on_token(new):
+            break
     return tokens
 
 

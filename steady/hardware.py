@@ -109,6 +109,11 @@ def peak_memory_gib(device: torch.device) -> float | None:
     return torch.cuda.max_memory_allocated(device) / 2**30 if device.type == "cuda" else None
 
 
+def total_memory_gib(device: torch.device) -> float | None:
+    """The memory of the GPU, in GiB; None on devices that do not say."""
+    return torch.cuda.mem_get_info(device)[1] / 2**30 if device.type == "cuda" else None
+
+
 def available_memory_gib(device: torch.device) -> float:
     """GPU memory a step may take: what is free and what this process has, less what CUDA needs;
     infinity on other devices."""

@@ -4,22 +4,23 @@ Token files are headerless little-endian uint16, or uint32 when the vocabulary n
 names the tokenizer (with its alphabet), the vocabulary size, the dtype and the token counts. Files
 appear under their final names only when they are complete.
 
-Data sets from the Hugging Face hub are tokenized in shards. Every shard becomes a pair of files
-under `shards/`; an interrupted run goes on with those that are missing. Which documents are held
-out depends on their position only, not on processes or restarts.
+Data sets from the Hugging Face hub, and files of one's own, are tokenized in shards. Every shard
+becomes a pair of files under `shards/`; an interrupted run goes on with those that are missing.
+Which documents are held out depends on their position only, not on processes or restarts.
 """
 
 import json
 import math
 import os
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from steady import textfiles
 from steady.dataloader import scramble
-from steady.tokenizer import Tokenizer, named
+from steady.tokenizer import CharTokenizer, Tokenizer, named
 
 import numpy as np
 
@@ -36,6 +37,7 @@ revision = "main"  # commit, tag or branch: name a commit for a data set that ne
 tokenizer = "gpt2"  # gpt2, byte, or hf:PATH_OR_HUB_ID
 num_proc = 1  # processes that tokenize
 streaming = False  # read over the network without keeping a copy of the text
+max_tokens = 0  # of the training set: the first so many; 0: all
 out = ""  # folder to write to; default: the data set's own
 
 
@@ -44,19 +46,41 @@ def token_dtype(tokenizer: Tokenizer) -> np.dtype:
     return np.dtype("<u2" if tokenizer.vocab_size <= 2**16 else "<u4")
 
 
-def write_tokens(path: Path, tokenizer: Tokenizer, documents: Iterable[str]) -> None:
-    """Write the ids of `documents` to `path`, each with the tokenizer's end-of-text token where it
+class TokenWriter:
+    """A token file that grows by documents, each with the tokenizer's end-of-text token where it
     has one."""
-    buffer: list[int] = []
-    with open(path, "wb") as file:
+
+    def __init__(self, path: Path, tokenizer: Tokenizer):
+        self.tokenizer, self.dtype = tokenizer, token_dtype(tokenizer)
+        self.file = open(path, "wb")
+        self.buffer: list[int] = []
+
+    def add(self, text: str, ends: bool = True) -> None:
+        """Add a document, or with `ends=False` the beginning of one."""
+        self.buffer += self.tokenizer.encode(text)
+        if ends and self.tokenizer.end_of_text is not None:
+            self.buffer.append(self.tokenizer.end_of_text)
+        if len(self.buffer) >= BUFFER_TOKENS:
+            self.flush()
+
+    def flush(self) -> None:
+        np.array(self.buffer, dtype=self.dtype).tofile(self.file)
+        self.buffer = []
+
+    def __enter__(self) -> "TokenWriter":
+        return self
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        if kind is None:
+            self.flush()
+        self.file.close()
+
+
+def write_tokens(path: Path, tokenizer: Tokenizer, documents: Iterable[str]) -> None:
+    """Write the ids of `documents` to `path`."""
+    with TokenWriter(path, tokenizer) as writer:
         for document in documents:
-            buffer += tokenizer.encode(document)
-            if tokenizer.end_of_text is not None:
-                buffer.append(tokenizer.end_of_text)
-            if len(buffer) >= BUFFER_TOKENS:
-                np.array(buffer, dtype=token_dtype(tokenizer)).tofile(file)
-                buffer = []
-        np.array(buffer, dtype=token_dtype(tokenizer)).tofile(file)
+            writer.add(document)
 
 
 def write_dataset(
@@ -81,9 +105,11 @@ def complete(folder: Path, tokenizer: Tokenizer) -> dict[str, int]:
         counts[split] = (folder / f"{split}.bin.tmp").stat().st_size // dtype.itemsize
         if counts[split] == 0:
             raise ValueError(f"the {split} split of {folder} would be empty: more text is needed")
-    ids = np.fromfile(folder / "val.bin.tmp", dtype=dtype, count=2**27)
-    probabilities = np.bincount(ids) / len(ids)
-    probabilities = probabilities[probabilities > 0]
+    seen = np.zeros(tokenizer.vocab_size, dtype=np.int64)
+    with open(folder / "val.bin.tmp", "rb") as file:
+        while len(ids := np.fromfile(file, dtype=dtype, count=BUFFER_TOKENS)):
+            seen += np.bincount(ids, minlength=len(seen))
+    probabilities = seen[seen > 0] / seen.sum()
     meta = tokenizer.meta() | {
         "vocab_size": tokenizer.vocab_size,
         "dtype": {2: "uint16", 4: "uint32"}[dtype.itemsize],
@@ -121,6 +147,7 @@ def prepare_from_hub(
     val_fraction: float = 0.0005,
     num_proc: int = num_proc,
     streaming: bool = streaming,
+    max_tokens: int = max_tokens,
 ) -> None:
     """Write train.bin, val.bin and meta.json of a data set's train split to `folder`.
 
@@ -129,11 +156,12 @@ def prepare_from_hub(
         revision: commit, tag or branch of the repository.
         val_fraction: share of the documents held out for validation.
         streaming: read over the network without keeping a copy; else cached by `datasets`.
+        max_tokens: of the training set, from its beginning; 0: all. With streaming nothing more
+            than that (and the rest of a shard) is read.
 
     Raises ValueError, one line, when the data cannot be had or the disk is too small.
     """
     folder = Path(folder)
-    shards = folder / "shards"
     dataset = load(path, name, revision, num_proc, streaming)
     if "text" not in (dataset.column_names or ["text"]):
         raise ValueError(f"{path} has no column text, only {', '.join(dataset.column_names)}")
@@ -141,36 +169,147 @@ def prepare_from_hub(
     source = {
         "path": path, "name": name, "revision": revision, "val_fraction": val_fraction,
         "shards": n_shards, "documents": None if streaming else len(dataset),
-        "tokenizer": tokenizer.meta(),
     }  # fmt: skip
+    size = dataset.info.dataset_size or (0 if streaming else dataset.data.nbytes)
+    jobs = [(dataset, n_shards, i, folder / "shards", tokenizer, val_fraction)
+            for i in range(n_shards)]  # fmt: skip
+    # a token takes two bytes and stands for about four of text
+    write_in_shards(folder, tokenizer, source, write_shard, jobs, size // 2, num_proc, max_tokens)
+
+
+def prepare_from_files(
+    folder: str | Path,
+    tokenizer: str,
+    paths: list[Path],
+    column: str = "text",
+    val_fraction: float = 0.1,
+    num_proc: int = 1,
+    skip_bad_rows: bool = False,
+) -> None:
+    """Write train.bin, val.bin and meta.json of the texts in files (see steady/textfiles.py).
+
+    tokenizer: as `named` takes it, or char, for which all is read twice.
+
+    Raises ValueError, one line, for a file that cannot be read and, unless `skip_bad_rows`, for the
+    first row without text.
+    """
+    folder, groups = Path(folder), textfiles.plan(paths)
+    if tokenizer == "char":
+        alphabet: set[str] = set()
+        for parts in progress(groups, len(groups), "reading characters"):
+            for part in parts:
+                skipped = [] if skip_bad_rows else None
+                for _, text, _ in textfiles.documents(part, column, val_fraction, skipped):
+                    alphabet.update(text)
+        chosen: Tokenizer = CharTokenizer("".join(sorted(alphabet)))
+    else:
+        chosen = named(tokenizer)
+    source = {
+        "files": [[str(p), p.stat().st_size, p.stat().st_mtime_ns] for p in paths],
+        "column": column, "val_fraction": val_fraction, "shards": len(groups),
+    }  # fmt: skip
+    jobs = [(parts, i, folder / "shards", chosen, column, val_fraction, skip_bad_rows)
+            for i, parts in enumerate(groups)]  # fmt: skip
+    size = sum(part.size for parts in groups for part in parts)
+    size = size * 2 if tokenizer in ("char", "byte") else size // 2
+    write_in_shards(folder, chosen, source, write_text_shard, jobs, size, num_proc)
+
+
+def write_in_shards(
+    folder: Path,
+    tokenizer: Tokenizer,
+    source: dict[str, Any],
+    write: Callable[[tuple], None],
+    jobs: list[tuple],
+    size: int,
+    num_proc: int,
+    max_tokens: int = 0,
+) -> None:
+    """Run `write` on every job (shard) whose files are missing, then join the shards.
+
+    Args:
+        source: what the shards depend on, to know those of an interrupted run again.
+        size: bytes that the tokens will take, about.
+        max_tokens: end with the shard that completes so many in the training set; 0: all shards.
+    """
+    shards, width = folder / "shards", token_dtype(tokenizer).itemsize
     shards.mkdir(parents=True, exist_ok=True)
-    note = shards / "source.json"
-    if note.exists() and json.loads(note.read_text(encoding="utf-8")) != source:
+    paths = [shard_path(shards, i, "train") for i in range(len(jobs))]
+    missing = [i for i, path in enumerate(paths) if not path.exists()]
+    note, source = shards / "source.json", source | {"tokenizer": tokenizer.meta()}
+    before = json.loads(note.read_text(encoding="utf-8")) if note.exists() else source
+    if before != source and any(shards.glob("*.train.bin")):
         raise ValueError(f"{shards} holds parts of another data set or tokenizer: delete it")
     note.write_text(json.dumps(source), encoding="utf-8")
-    missing = [i for i in range(n_shards) if not shard_path(shards, i, "train").exists()]
-    if len(missing) < n_shards:
-        print(f"{n_shards - len(missing)} of {n_shards} shards are there already")
-    size = dataset.info.dataset_size or (0 if streaming else dataset.data.nbytes)
-    # a token takes two bytes and stands for about four of text; shards and the result are both kept
-    needed, free = size * len(missing) / n_shards / 2 + size / 2, shutil.disk_usage(folder).free
+    if len(missing) < len(jobs):
+        print(f"{len(jobs) - len(missing)} of {len(jobs)} shards are there already")
+    # shards and the result are both kept
+    share = len(missing) / max(1, len(jobs))
+    if max_tokens:
+        size, share = max_tokens * width, 1.0
+    needed, free = size * share + size, shutil.disk_usage(folder).free
     if needed > free:
         raise ValueError(
             f"{folder} needs about {needed / 2**30:.1f} GiB, but {free / 2**30:.1f} are free"
         )
-    jobs = [(dataset, n_shards, i, shards, tokenizer, val_fraction) for i in missing]
-    if num_proc == 1:
-        show_progress(map(write_shard, jobs), len(jobs))
+    used = len(jobs)
+    if max_tokens:
+        used, tokens = 0, 0
+        bar = progress(None, max_tokens, "tokens")
+        while used < len(jobs) and tokens < max_tokens:
+            wave = range(used, min(used + num_proc, len(jobs)))
+            run_jobs(write, [jobs[i] for i in wave if not paths[i].exists()], num_proc)
+            while used < wave.stop and tokens < max_tokens:
+                count = paths[used].stat().st_size // width
+                tokens, used = tokens + count, used + 1
+                if bar is not None:
+                    bar.update(count)
+        if bar is not None:
+            bar.close()
     else:
-        with ProcessPoolExecutor(num_proc) as pool:
-            show_progress(pool.map(write_shard, jobs), len(jobs))
+        run_jobs(write, [jobs[i] for i in missing], num_proc, "tokenizing")
     for split in SPLITS:
+        left = max_tokens * width if max_tokens and split == "train" else None
         with open(folder / f"{split}.bin.tmp", "wb") as whole:
-            for i in range(n_shards):
+            for i in range(used):
                 with open(shard_path(shards, i, split), "rb") as part:
                     shutil.copyfileobj(part, whole, 2**24)
+            if left is not None and whole.tell() > left:
+                whole.truncate(left)
     complete(folder, tokenizer)
+    skipped = [path.read_text(encoding="utf-8") for path in sorted(shards.glob("*.skipped"))]
+    if skipped:
+        rows = "".join(skipped).splitlines()
+        print("\n".join(rows[:10] + (["..."] if len(rows) > 10 else [])))
+        print(f"warning: {len(rows):,} rows without text were left out")
     shutil.rmtree(shards)
+
+
+def run_jobs(write: Callable, jobs: list[tuple], num_proc: int, description: str = "") -> None:
+    """`write` every job, in processes; an error of one is raised here, in one line."""
+    if num_proc == 1 or len(jobs) <= 1:
+        for _ in progress(map(write, jobs), len(jobs), description):
+            pass
+        return
+    with ProcessPoolExecutor(num_proc) as pool:
+        try:
+            for _ in progress(pool.map(write, jobs), len(jobs), description):
+                pass
+        except ValueError as error:  # raised again here, it is printed without a trace
+            pool.shutdown(cancel_futures=True)
+            raise ValueError(str(error)) from None
+
+
+def progress(work: Any, total: int, description: str) -> Any:
+    """`work` with a progress bar where tqdm is there; without description none."""
+    if description:
+        try:
+            from tqdm import tqdm
+        except ImportError:
+            return work
+        unit = "shard" if work is not None else "token"
+        return tqdm(work, total=total, unit=unit, unit_scale=work is None, desc=description)
+    return work
 
 
 def load(path: str, name: str, revision: str, num_proc: int, streaming: bool) -> Any:
@@ -193,18 +332,6 @@ def load(path: str, name: str, revision: str, num_proc: int, streaming: bool) ->
             f"cannot load {path} ({reason[0]}): connect to the Hugging Face hub, or pass "
             "--path=FOLDER with a copy of the repository"
         ) from None
-
-
-def show_progress(work: Any, total: int) -> None:
-    """Run through `work` with a progress bar where tqdm is there."""
-    try:
-        from tqdm import tqdm
-
-        work = tqdm(work, total=total, unit="shard", desc="tokenizing")
-    except ImportError:
-        pass
-    for _ in work:
-        pass
 
 
 def shard_path(shards: Path, i: int, split: str) -> Path:
@@ -232,5 +359,26 @@ def write_shard(job: tuple) -> None:
     train, val = (shard_path(shards, i, split) for split in SPLITS)
     write_tokens(train.with_suffix(".tmp"), tokenizer, train_documents())
     write_tokens(val.with_suffix(".tmp"), tokenizer, in_val)
+    os.replace(val.with_suffix(".tmp"), val)
+    os.replace(train.with_suffix(".tmp"), train)
+
+
+def write_text_shard(job: tuple) -> None:
+    """Tokenize some parts of files into a file per split; the train file comes last."""
+    parts, i, shards, tokenizer, column, val_fraction, skip_bad_rows = job
+    skipped: list[str] = []
+    train, val = (shard_path(shards, i, split) for split in SPLITS)
+    with (
+        TokenWriter(train.with_suffix(".tmp"), tokenizer) as in_train,
+        TokenWriter(val.with_suffix(".tmp"), tokenizer) as in_val,
+    ):
+        writers = {"train": in_train, "val": in_val}
+        for part in parts:
+            where = skipped if skip_bad_rows else None
+            for split, text, ends in textfiles.documents(part, column, val_fraction, where):
+                writers[split].add(text, ends)
+    if skipped:
+        lines = "".join(f"{row}\n" for row in skipped)
+        (shards / f"{i:05d}.skipped").write_text(lines, encoding="utf-8")
     os.replace(val.with_suffix(".tmp"), val)
     os.replace(train.with_suffix(".tmp"), train)

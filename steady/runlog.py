@@ -12,6 +12,8 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
+from configurator import batch_note, read_settings, resolve
+
 
 class RunLog:
     """Lines and a progress bar on the terminal, one JSON object per entry in metrics.jsonl.
@@ -26,6 +28,7 @@ class RunLog:
         self.path, self.quiet = out_dir / "metrics.jsonl", quiet
         self.keeps_metrics = not (quiet or config["eval_only"])
         self.missed_metrics = False
+        self.began, self.total_gib = time.monotonic(), None
         if self.keeps_metrics:
             kept = [entry for entry in read_metrics(self.path) if entry["iter"] < start_iter]
             temporary = self.path.with_suffix(".tmp")
@@ -74,10 +77,20 @@ class RunLog:
         elif not self.quiet:
             print(text, flush=True)
 
-    def settings(self, config: dict[str, Any]) -> None:
-        """Print all settings."""
-        text = "settings " + ", ".join(f"{key}={value}" for key, value in config.items())
+    def settings(self, config: dict[str, Any], script: str | Path) -> None:
+        """Print the settings that differ from the defaults of `script`; checkpoints hold all."""
+        settings = read_settings(script)
+        asked, shown = resolve(settings, sys.argv[1:]), []
+        for name, setting in settings.items():
+            # of what is 0 for "choose" the choice is told elsewhere
+            derived = type(setting.default) is int and setting.default == asked[name] == 0
+            if config[name] != setting.default and not derived:
+                shown.append(f"{name}={config[name]}")
+        text = "settings " + (", ".join(shown) or "all at their defaults")
         self.line(textwrap.fill(text, 100, subsequent_indent="  ", break_on_hyphens=False))
+        note = batch_note(script)
+        if note:
+            self.line(note)
 
     def start_clock(
         self,
@@ -85,8 +98,11 @@ class RunLog:
         tokens_per_iter: int,
         flops_per_token: int,
         peak_flops: float | None,
+        total_gib: float | None = None,
     ) -> None:
-        """The loop begins. peak_flops: of all devices together in FLOP/s, None if not known."""
+        """The loop begins. peak_flops: of all devices together in FLOP/s, None if not known.
+        total_gib: memory of the GPU."""
+        self.total_gib = total_gib
         self.tokens_per_iter = tokens_per_iter
         self.flops_per_iter, self.peak_flops = flops_per_token * tokens_per_iter, peak_flops
         self.restart_clock(iter_num)
@@ -128,6 +144,11 @@ class RunLog:
         if memory_gib is not None:
             parts.append(f"{memory_gib:6.2f} GiB")
         self.line(" | ".join(parts))
+        if self.bar is not None:
+            state = f"loss {loss:.4f}"
+            if memory_gib is not None and self.total_gib is not None:
+                state += f", {memory_gib:.1f} of {self.total_gib:.1f} GiB"
+            self.bar.set_postfix_str(state, refresh=False)
         self.write(entry)
 
     def evaluation(self, entry: dict[str, Any], seconds: float, best: bool) -> None:
@@ -163,6 +184,21 @@ class RunLog:
     def progress(self, iter_num: int) -> None:
         if self.bar is not None:
             self.bar.update(iter_num - self.bar.n)
+
+    def summary(self, tokens: int, best_val_loss: float, best_path: Path) -> str:
+        """What a run has come to, in one line.
+
+        tokens: seen since the training began, in earlier runs that it went on from too.
+        """
+        minutes, seconds = divmod(round(time.monotonic() - self.began), 60)
+        hours, minutes = divmod(minutes, 60)
+        taken = f"{hours} h {minutes} min" if hours else f"{minutes} min {seconds} s"
+        line = f"{tokens:,} tokens seen, this run took {taken}"
+        if math.isfinite(best_val_loss):
+            line += f", best val loss {best_val_loss:.4f}"
+            if best_path.exists():
+                line += f" in {best_path}"
+        return line
 
     def close(self) -> None:
         if self.bar is not None:

@@ -4,8 +4,10 @@ import gzip
 import json
 from types import SimpleNamespace
 
+from steady import prepare as hub
+from steady import textfiles
 from steady.dataloader import TokenFile, read_meta
-from steady.prepare import split_text, write_dataset
+from steady.prepare import prepare_from_files, split_text, write_dataset
 from steady.tokenizer import ByteTokenizer, CharTokenizer, GPT2Tokenizer, from_meta
 
 import numpy as np
@@ -91,14 +93,13 @@ def test_download_failure_is_one_line_that_says_what_to_do(start, tmp_path, name
     assert shown.startswith("error: cannot download") and "--input=FILE" in shown
 
 
-def test_text_takes_files_and_globs(start, tmp_path):
+def test_text_takes_files_and_globs(run, tmp_path):
     for name in ("a.txt", "b.txt", "c.md"):
         (tmp_path / name).write_text(f"text of {name} ü\n" * 20, encoding="utf-8")
     pattern = f"{tmp_path}/*.txt,{tmp_path / 'c.md'}"
     for kind in ("byte", "char"):
-        code, shown = prepare(start, "data/text/prepare.py", f"--input={pattern}",
-                              f"--tokenizer={kind}", f"--out={tmp_path / kind}")  # fmt: skip
-        assert code == 0, shown
+        run("data/text/prepare.py", f"--input={pattern}", f"--tokenizer={kind}",
+            f"--out={tmp_path / kind}")  # fmt: skip
         tokenizer = from_meta(read_meta(tmp_path / kind))
         train = tokenizer.decode(read(tmp_path / kind, "train"))
         val = tokenizer.decode(read(tmp_path / kind, "val"))
@@ -164,16 +165,116 @@ def test_rows_of_jsonl_parquet_and_gz_are_documents(run, tmp_path):
     assert ByteTokenizer().decode(found["d.txt.gz"][0]).startswith("text 0text 1")
 
 
-def test_rows_without_the_column_or_broken_files_are_named(run, tmp_path):
-    (tmp_path / "a.jsonl").write_text('{"body": "x"}\n', encoding="utf-8")
-    with pytest.raises(ValueError, match="rows without 'text': pass --column=NAME"):
-        run("data/text/prepare.py", f"--input={tmp_path / 'a.jsonl'}", "--tokenizer=byte")
-    (tmp_path / "b.jsonl").write_text('{"text": \n', encoding="utf-8")
-    with pytest.raises(ValueError, match="cannot read .*b.jsonl"):
-        run("data/text/prepare.py", f"--input={tmp_path / 'b.jsonl'}", "--tokenizer=byte")
+BAD_ROWS = {
+    '{"body": "x"}': "no 'text', only body: pass --column=NAME",
+    '{"text": ': "no JSON",
+    "[1]": "a list, not an object with 'text'",
+    '{"text": null}': "'text' is null, not text",
+    '{"text": 7}': "'text' is int, not text",
+    '{"text": "\\ud83d"}': "half a character",
+}
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_bad_rows_are_named_by_file_and_line_and_left_out_if_asked(run, tmp_path, packed):
+    rows = [json.dumps({"text": f"text {i}"}) for i in range(30)]
+    for i, bad in enumerate(BAD_ROWS):
+        rows.insert(4 * i + 3, bad)
+    rows.insert(1, "")  # a blank line is none
+    path = tmp_path / f"a.jsonl{'.gz' if packed else ''}"
+    content = ("\n".join(rows) + "\n").encode() + b'{"text": "\xff"}\n'
+    path.write_bytes(gzip.compress(content) if packed else content)
+    arguments = f"--input={path}", "--tokenizer=byte", f"--out={tmp_path / 'out'}"
+    with pytest.raises(ValueError) as error:
+        run("data/text/prepare.py", *arguments)
+    first = next(iter(BAD_ROWS.values()))
+    assert (
+        str(error.value) == f"{path}, line 5: {first} (--skip_bad_rows=True leaves such rows out)"
+    )
+    shown = run("data/text/prepare.py", *arguments, "--skip_bad_rows=True")
+    for i, problem in enumerate(BAD_ROWS.values()):
+        assert f"{path}, line {4 * i + 5}: {problem}" in shown
+    assert f"{path}, line 38: no JSON ('utf-8' codec" in shown
+    assert "warning: 7 rows without text were left out" in shown
+    text = "".join(ByteTokenizer().decode(read(tmp_path / "out", s)) for s in ("train", "val"))
+    assert sorted(text.split("text ")[1:], key=int) == [str(i) for i in range(30)]
+
+
+def test_broken_files_are_named(run, tmp_path):
+    import pyarrow
+    import pyarrow.parquet
+
     (tmp_path / "c.txt.gz").write_bytes(b"not gzip")
-    with pytest.raises(ValueError, match="cannot read .*c.txt.gz"):
-        run("data/text/prepare.py", f"--input={tmp_path / 'c.txt.gz'}", "--tokenizer=byte")
+    (tmp_path / "d.jsonl.gz").write_bytes(gzip.compress(b'{"text": "a"}\n' * 999)[:-9])
+    (tmp_path / "e.parquet").write_bytes(b"not parquet")
+    for name in ("c.txt.gz", "d.jsonl.gz", "e.parquet"):
+        with pytest.raises(ValueError, match=f"cannot read .*{name}"):
+            run("data/text/prepare.py", f"--input={tmp_path / name}", "--tokenizer=byte",
+                f"--out={tmp_path / name}-out")  # fmt: skip
+    pyarrow.parquet.write_table(pyarrow.table({"body": ["a"]}), tmp_path / "f.parquet")
+    pyarrow.parquet.write_table(pyarrow.table({"text": ["a", None]}), tmp_path / "g.parquet")
+    for name, message in (("f", "rows without 'text', only body: pass --column=NAME"),
+                          ("g", "row 2: 'text' is null, not text")):  # fmt: skip
+        with pytest.raises(ValueError, match=message):
+            run("data/text/prepare.py", f"--input={tmp_path / name}.parquet", "--tokenizer=byte",
+                f"--out={tmp_path / name}-out")  # fmt: skip
+
+
+def test_own_files_in_parts_processes_and_after_interruptions_are_the_same(
+    tmp_path, monkeypatch, gpt2_files
+):
+    import pyarrow
+    import pyarrow.parquet
+
+    texts = [f"A text, number {i}.\n\n  It's {'long ' * (i % 50)}\n" for i in range(400)]
+    rows = "".join(json.dumps({"text": text}) + "\n" for text in texts)
+    (tmp_path / "a.jsonl").write_text(rows, encoding="utf-8")
+    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(rows.encode()))
+    table = pyarrow.table({"text": texts})
+    pyarrow.parquet.write_table(table, tmp_path / "c.parquet", row_group_size=30)
+    (tmp_path / "d.txt").write_text("".join(texts), encoding="utf-8")
+    (tmp_path / "e.txt").write_text("short", encoding="utf-8")
+    paths = [tmp_path / name for name in ("a.jsonl", "b.jsonl.gz", "c.parquet", "d.txt", "e.txt")]
+    contents = {}
+
+    def prepare(out, tokenizer="gpt2", **settings):
+        prepare_from_files(tmp_path / out, tokenizer, paths, **settings)
+        contents[out] = read(tmp_path / out, "train"), read(tmp_path / out, "val")
+
+    prepare("plain")
+    prepare("char", "char")
+    assert len(textfiles.plan(paths)) == 1
+    whole = split_text("".join(texts))  # as if the text were encoded in one piece
+    expected = [*GPT2Tokenizer().encode(whole["train"][0]), 50256]
+    assert contents["plain"][0][-len(expected) - 3 : -3] == expected  # before "shor" and its end
+
+    monkeypatch.setattr(textfiles, "PART_BYTES", 5000)
+    monkeypatch.setattr(textfiles, "READ_BYTES", 700)
+    monkeypatch.setattr(hub, "BUFFER_TOKENS", 100)
+    assert len(textfiles.plan(paths)) > 15
+    prepare("processes", num_proc=2)
+    prepare("char-parts", "char")
+    assert contents["char-parts"] == contents["char"]
+
+    prepare("parts")
+    with pytest.raises(ValueError, match="no 'body', only text") as error:
+        prepare_from_files(tmp_path / "wrong", "gpt2", paths[:1], column="body", num_proc=2)
+    assert error.traceback[-1].path.name == "prepare.py"  # ours, so it is printed in one line
+
+    calls, write = [], hub.write_text_shard
+
+    def interrupted(job):
+        calls.append(job[1])
+        if len(calls) == 4:
+            raise KeyboardInterrupt
+        write(job)
+
+    monkeypatch.setattr(hub, "write_text_shard", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        prepare("restarted")
+    prepare("restarted")
+    assert calls[3:5] == [3, 3] and len(calls) == 1 + len(textfiles.plan(paths))
+    assert contents["plain"] == contents["parts"] == contents["processes"] == contents["restarted"]
 
 
 # ---- data sets from the hub -------------------------------------------------------------------
@@ -201,7 +302,7 @@ def repository(tmp_path, monkeypatch):
     return folder
 
 
-@pytest.mark.parametrize("name", ["openwebtext", "fineweb_edu", "tinystories"])
+@pytest.mark.parametrize("name", ["openwebtext", "fineweb_edu", "tinystories", "climbmix"])
 def test_f38_hub_data_sets_are_read_as_parquet(run, tmp_path, repository, gpt2_files, name):
     """Dataset scripts, which `datasets` no longer runs, are not needed."""
     run(f"data/{name}/prepare.py", f"--path={repository}", f"--out={tmp_path / 'out'}",
@@ -219,8 +320,6 @@ def test_f38_hub_data_sets_are_read_as_parquet(run, tmp_path, repository, gpt2_f
 def test_processes_streaming_and_interruptions_change_nothing(
     run, tmp_path, repository, monkeypatch
 ):
-    from steady import prepare as hub
-
     monkeypatch.setattr(hub, "DOCUMENTS_PER_SHARD", 100)  # as many as there are files
     contents = {}
 
@@ -255,9 +354,28 @@ def test_processes_streaming_and_interruptions_change_nothing(
     assert all(content == contents["plain"] for content in contents.values())
 
 
-def test_a_disk_too_small_is_noticed_before_writing(tmp_path, repository, monkeypatch):
-    from steady import prepare as hub
+@pytest.mark.parametrize("num_proc", [1, 2])
+def test_the_first_tokens_of_a_corpus_can_be_taken(tmp_path, repository, monkeypatch, num_proc):
+    read_shards, write = [], hub.write_shard
+    monkeypatch.setattr(hub, "write_shard", lambda job: (read_shards.append(job[2]), write(job)))
 
+    def prepare(out, **settings):
+        hub.prepare_from_hub(tmp_path / out, ByteTokenizer(), str(repository), val_fraction=0.1,
+                             streaming=True, **settings)  # fmt: skip
+        return read(tmp_path / out, "train")
+
+    whole = prepare("whole")
+    count = len(whole) // 2
+    if num_proc == 2:
+        monkeypatch.setattr(hub, "write_shard", write)  # a lambda cannot be sent to a process
+    read_shards.clear()
+    assert prepare("first", max_tokens=count, num_proc=num_proc) == whole[:count]
+    assert read_meta(tmp_path / "first")["tokens"]["train"] == count
+    assert num_proc == 2 or read_shards == [0, 1]  # of three
+    assert prepare("more", max_tokens=10**9) == whole
+
+
+def test_a_disk_too_small_is_noticed_before_writing(tmp_path, repository, monkeypatch):
     monkeypatch.setattr(hub.shutil, "disk_usage", lambda path: SimpleNamespace(free=100))
     with pytest.raises(ValueError, match=r"needs about 0.0 GiB, but 0.0 are free"):
         hub.prepare_from_hub(tmp_path / "out", ByteTokenizer(), str(repository))

@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 from steady import environment
 from steady.distributed import Place
@@ -158,6 +159,9 @@ def test_report_runs_without_torch_and_without_a_compiler(tmp_path):
     )  # fmt: skip
     assert found.returncode == 1 and not found.stderr
     assert "problem  torch" in found.stdout and "warning  compiler" in found.stdout
+    lines = found.stdout.splitlines()
+    assert max(map(len, lines)) <= 80 and "\x1b" not in found.stdout
+    assert any(line.startswith(" " * 9) for line in lines)  # a long finding goes on below
 
 
 def test_training_modules_need_torch_and_numpy_only():
@@ -187,3 +191,20 @@ def test_f05_a_mode_that_cannot_help_here_is_said_at_the_start(monkeypatch):
     )
     shown = environment.summary(CPU, torch.float32, Plan(None, "reduce-overhead", False), Place())
     assert "without CUDA graphs on cpu" in shown
+
+
+def test_f05_f48_the_messages_that_docs_quote_are_torchs(monkeypatch):
+    from torch._inductor import utils
+
+    said = []
+    small = SimpleNamespace(major=8, minor=6, multi_processor_count=30)
+    monkeypatch.setattr(utils.DeviceProperties, "create", lambda device: small)
+    monkeypatch.setattr(utils.log, "warning", lambda text, **more: said.append(text))
+    assert not utils.is_big_gpu.__wrapped__(torch.device("cuda"))
+    assert said == ["Not enough SMs to use max_autotune_gemm mode"]
+
+    def broken(graph, inputs):
+        raise OSError("no compiler")
+
+    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match="backend='broken' raised:"):
+        torch.compile(lambda x: x + 1, backend=broken)(torch.ones(1))

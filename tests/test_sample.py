@@ -1,5 +1,6 @@
 """sample.py as a user runs it."""
 
+import os
 import shutil
 
 from steady import checkpoint
@@ -8,7 +9,7 @@ from steady.tokenizer import ByteTokenizer, CharTokenizer
 
 import pytest
 import torch
-from conftest import SUMS, TINY
+from conftest import ROOT, SUMS, TINY
 
 
 @pytest.fixture(scope="module")
@@ -135,7 +136,40 @@ def test_empty_prompt_starts_from_the_end_of_text_token(run, tmp_path):
     write_dataset(tmp_path / "data", ByteTokenizer(), {"train": ["ab"] * 20, "val": ["ab"] * 20})
     run("train.py", *TINY, f"--dataset={tmp_path / 'data'}", f"--out_dir={tmp_path}",
         "--max_iters=120", "--lr_decay_iters=120")  # fmt: skip
-    assert sample(run, tmp_path, "--start=", "--temperature=0").startswith("ababab")
+    arguments = tmp_path, "--start=", "--temperature=0", "--num_samples=2"
+    assert sample(run, *arguments) == "ab\n---------------\n" * 2  # up to the end of the text
+    assert sample(run, *arguments, "--num_samples=1") == "ab\n"
+    assert sample(run, *arguments, "--stop_at_end=False").startswith("ababab")
+
+
+def test_nanogpts_two_commands_work_one_after_the_other(run, sums, tmp_path, monkeypatch):
+    """The config and sample.py agree on the folder, and a config says which model to sample."""
+    config = str(ROOT / "config" / "train_openwebtext.py")
+    tiny = [argument for argument in TINY if not argument.startswith(("--eval_int", "--lr_decay"))]
+    monkeypatch.chdir(tmp_path)
+    run("train.py", config, *tiny, f"--dataset={sums}", "--batch_size=4", "--max_iters=2")
+    short = ["--max_new_tokens=3", "--num_samples=1", "--device=cpu"]
+    assert run("sample.py", *short, "--start=1").startswith("1")
+
+    (tmp_path / "mine.py").write_text(
+        'out_dir = "out-mine"\nmax_iters = 1\nlr_decay_iters = max_iters + warmup_iters\n'
+    )
+    os.rename("out", "out-mine")
+    run("sample.py", "mine.py", *short, "--start=1")  # settings of train.py have no effect
+    with pytest.raises(ValueError, match="unknown setting '--max_iters=3'"):
+        run("sample.py", "mine.py", "--max_iters=3")
+    with pytest.raises(ValueError, match="unknown setting 'lerning_rate' in .*typo.py"):
+        (tmp_path / "typo.py").write_text("lerning_rate = 1\n")
+        run("sample.py", "typo.py")
+
+
+def test_what_was_loaded_is_said(start, trained):
+    process = start("sample.py", f"--out_dir={trained}", "--device=cpu", "--max_new_tokens=1")
+    said = process.stdout.readline().rstrip()
+    process.wait()
+    best = checkpoint.load(trained / "best.pt")
+    assert said.startswith(f"# loaded {trained / 'best.pt'}: ")
+    assert said.endswith(f"parameters, iteration 100, val loss {best['best_val_loss']:.4f}")
 
 
 def test_char_vocabulary_is_never_exceeded_by_an_untrained_model(run, tmp_path):

@@ -11,14 +11,15 @@ import time
 import types
 import warnings
 
-from steady import checkpoint, hardware, recompute
-from steady.runlog import read_metrics
+from steady import checkpoint, environment, hardware, recompute
+from steady.runlog import RunLog, read_metrics
 
 import pytest
 import torch
 from conftest import ROOT, TINY
 
 import model as model_file
+from configurator import batch_note, read_settings
 
 
 def train(run, out, data, *arguments):
@@ -513,13 +514,79 @@ def test_nanogpt_bin_files_without_meta_work(run, tmp_path):
 # ---- the settings -----------------------------------------------------------------------------
 
 
-def test_resolved_settings_are_in_the_log_and_the_checkpoint(run, sums, tmp_path):
-    shown = train(run, tmp_path, sums, "--max_iters=1")
+def test_the_log_names_what_differs_from_the_defaults_and_the_checkpoint_has_all(
+    run, sums, tmp_path
+):
+    shown = train(run, tmp_path, sums, "--max_iters=1", "--n_embd=768")
     config = checkpoint.load(tmp_path / "ckpt.pt")["config"]
-    assert config["n_embd"] == 32 and config["learning_rate"] == 1e-2
-    flat = shown.replace("\n  ", " ")
-    for key, value in config.items():
-        assert f"{key}={value}" in flat
+    defaults = read_settings(ROOT / "train.py")
+    assert config.keys() == defaults.keys() and config["learning_rate"] == 1e-2
+    line = shown[shown.index("settings ") :].replace("\n  ", " ").splitlines()[0]
+    named = dict(part.split("=", 1) for part in line.removeprefix("settings ").split(", "))
+    assert named.items() >= {"learning_rate": "0.01", "n_layer": "2"}.items()
+    for key, value in named.items():
+        assert str(config[key]) == value != str(defaults[key].default)
+    assert "n_embd" not in named  # given, but as it is anyway
+    assert not {"n_kv_head", "n_hidden", "vocab_size"} & named.keys()  # found out, not set
+
+
+def test_the_end_says_how_much_was_seen_and_where_the_best_is(run, sums, tmp_path):
+    shown = train(run, tmp_path, sums, "--eval_interval=5")
+    best = checkpoint.load(tmp_path / "best.pt")["best_val_loss"]
+    assert "640 tokens seen, this run took 0 min" in shown  # 10 steps of 4 x 16
+    assert f"best val loss {best:.4f} in {tmp_path / 'best.pt'}\n" in shown
+    shown = train(run, tmp_path, sums, "--init_from=resume", "--max_iters=15")
+    assert "960 tokens seen" in shown and "best.pt" in shown
+
+
+def test_the_bar_shows_loss_time_left_and_memory(monkeypatch, tmp_path):
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    log = RunLog(tmp_path, {"eval_only": False, "max_iters": 10, "wandb_log": False}, 0)
+    log.start_clock(0, 64, 1000, None, total_gib=80.0)
+    log.step(0, 2.5, 1e-3, 1.0, 11.66)
+    log.progress(1)
+    bar = str(log.bar)
+    log.close()
+    assert "loss 2.5000, 11.7 of 80.0 GiB" in bar and "1/10 [" in bar and "<" in bar
+
+
+def test_graphs_that_were_skipped_are_counted_with_their_reason(monkeypatch):
+    """The recorded ones are counted on a GPU (test_gpu.py)."""
+    from torch._inductor.cudagraph_utils import log_cudagraph_skip_and_bump_counter
+
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(
+        "torch._inductor.cudagraph_trees.get_manager", lambda device, create_if_none_exists: None
+    )
+    monkeypatch.setattr(environment, "skip_reasons", [])
+    counters = torch._dynamo.utils.counters["inductor"]
+    monkeypatch.setitem(counters, "cudagraph_skips", 0)
+    assert environment.graphs_report() == "CUDA graphs: 0 recorded, none skipped"
+    environment.listen_for_skips()
+    log_cudagraph_skip_and_bump_counter("skipping cudagraphs due to a CPU tensor (x)\nat ...")
+    assert environment.graphs_report() == (
+        "CUDA graphs: 0 recorded, 1 skipped: skipping cudagraphs due to a CPU tensor (x)"
+    )
+
+
+def test_a_batch_size_alone_is_said_to_change_the_global_batch(run, sums, tmp_path, monkeypatch):
+    config = tmp_path / "config.py"
+    config.write_text("batch_size = 3\ngradient_accumulation_steps = 4\n", encoding="utf-8")
+    tiny = [argument for argument in TINY if not argument.startswith(("--batch_size", "--gradi"))]
+    shown = run("train.py", config, *tiny, f"--dataset={sums}", f"--out_dir={tmp_path}",
+                "--batch_size=2", "--max_iters=0")  # fmt: skip
+    assert ("note: --batch_size=2 alone makes an iteration 8 sequences instead of 12; "
+            "--gradient_accumulation_steps=6 keeps it\n") in shown  # fmt: skip
+    for arguments, end in (
+        (["--batch_size=5"], "20 sequences instead of 12; --gradient_accumulation_steps=2 makes "
+         "it 10"),
+        (["--batch_size=3"], None),
+        (["--batch_size=auto"], None),  # keeps the global batch
+        (["--batch_size=2", "--gradient_accumulation_steps=4"], None),
+    ):  # fmt: skip
+        monkeypatch.setattr(sys, "argv", ["train.py", str(config), *arguments])
+        note = batch_note(ROOT / "train.py")
+        assert note is None if end is None else note.endswith(end)
 
 
 # ---- watching and debugging -------------------------------------------------------------------

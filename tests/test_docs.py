@@ -1,0 +1,147 @@
+"""README.md and docs/: their commands, links, figures and the names of tests in them are real."""
+
+import ast
+import re
+import shlex
+
+import pytest
+from conftest import ROOT
+
+from configurator import read_settings
+
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+SCRIPTS = [*ROOT.glob("*.py"), *ROOT.glob("config/*.py"), *ROOT.glob("data/*/prepare.py")]
+TEXTS = [
+    "accessing tensor output of CUDAGraphs that has been overwritten by a subsequent run",
+    "Not enough SMs to use max_autotune_gemm",
+    "libcuda.so cannot found",
+    "expandable_segments",
+    "PYTORCH_CUDA_ALLOC_CONF",
+    "TORCHDYNAMO_DISABLE",
+    "BackendCompilerFailed",
+    "empty_cache",
+    "current_seed during CUDA graph capture",
+]
+
+
+def commands(text: str) -> list[str]:
+    """What a page (or docstring) tells the reader to type: indented lines, and `python ...`."""
+    text = text.replace("\\\n", " ")
+    found = re.findall(r"^    ((?:python|torchrun|make) .*)$", text, re.MULTILINE)
+    found += [c.replace("\n", " ") for c in re.findall(r"`((?:python|torchrun|make) [^`]+)`", text)]
+    return [command for command in found if "llama.cpp/" not in command]
+
+
+def all_commands() -> list[tuple[str, str]]:
+    texts = [(page.name, page.read_text(encoding="utf-8")) for page in PAGES]
+    for script in SCRIPTS:
+        docstring = ast.get_docstring(ast.parse(script.read_text(encoding="utf-8"))) or ""
+        texts.append((str(script.relative_to(ROOT)), docstring))
+    return [(name, command) for name, text in texts for command in commands(text)]
+
+
+def settings_of(script: str) -> set[str]:
+    """The settings that a script of ours takes."""
+    source = (ROOT / script).read_text(encoding="utf-8")
+    if not re.search(r"configure\(|prepare_hub_dataset\(", source):
+        return set()
+    names = set(read_settings(ROOT / script))
+    if script == "bench.py":
+        names |= set(read_settings(ROOT / "train.py"))
+    if "prepare_hub_dataset" in source:
+        names |= set(read_settings(ROOT / "steady" / "prepare.py"))
+    return names | {"help"}
+
+
+def check_command(command: str) -> None:
+    """Raises AssertionError for a file, module or flag that does not exist."""
+    words = shlex.split(command.split(" | ")[0], comments=True)
+    if words[0] == "make":
+        makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+        assert re.search(rf"^{words[1].rstrip(':')}:", makefile, re.MULTILINE)
+        return
+    if words[:3] == ["python", "-m", "pytest"]:
+        assert all((ROOT / word).exists() for word in words if word.endswith(".py"))
+        return
+    if words[1] == "-m":
+        assert (ROOT / f"{words[2].replace('.', '/')}.py").exists()
+        return
+    at = next(i for i, word in enumerate(words) if word.endswith(".py"))
+    script, names = words[at], settings_of(words[at])
+    for word in words[at + 1 :]:
+        if word.startswith("--"):
+            assert word[2:].partition("=")[0] in names, f"{script} has no {word}"
+        elif word.endswith(".py"):
+            assert (ROOT / word).exists(), word
+
+
+@pytest.mark.parametrize("name", sorted({name for name, _ in all_commands()}))
+def test_every_command_names_files_and_flags_that_exist(name):
+    for command in [command for page, command in all_commands() if page == name]:
+        try:
+            check_command(command)
+        except Exception as error:
+            raise AssertionError(f"{name}: {command}: {error}") from None
+
+
+def test_a_wrong_command_is_noticed():
+    assert len(all_commands()) > 60
+    for command in ("python trian.py", "python train.py --bacth_size=4", "make tset",
+                    "python train.py config/nothing.py", "python -m steady.nothing"):  # fmt: skip
+        with pytest.raises((AssertionError, FileNotFoundError)):
+            check_command(command)
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_the_texts_people_search_for_are_found(text):
+    pages = {page.name for page in PAGES if text in page.read_text(encoding="utf-8")}
+    assert "troubleshooting.md" in pages
+    headings = re.findall(r"^### (.*)$", (ROOT / "docs/troubleshooting.md").read_text(), re.M)
+    assert any(text in heading for heading in headings)
+
+
+def test_every_failure_has_its_section_and_the_tests_exist():
+    page = (ROOT / "docs" / "failures.md").read_text(encoding="utf-8")
+    numbers = [int(number) for number in re.findall(r"^### F(\d+) ", page, re.MULTILINE)]
+    assert numbers == list(range(1, len(numbers) + 1)) and len(numbers) >= 54
+    defined = "".join(p.read_text(encoding="utf-8") for p in (ROOT / "tests").glob("test_*.py"))
+    for text in [path.read_text(encoding="utf-8") for path in PAGES]:
+        for name in re.findall(r"`(test_f\w+)`", text):
+            assert f"def {name}(" in defined, name
+    for section in page.split("\n### ")[1:]:
+        if int(section[1:3]) <= 43:
+            number = section[1:3]
+            assert re.search(rf"`test_(f\d+_)*f{number}_", section), f"F{number} names no test"
+
+
+def test_links_lead_somewhere():
+    for page in PAGES:
+        for target in re.findall(r"\]\(([^)]+)\)", page.read_text(encoding="utf-8")):
+            if "://" in target:
+                continue
+            path, _, anchor = target.partition("#")
+            file = page.parent / path if path else page
+            assert file.exists(), f"{page.name}: {target}"
+            if anchor:
+                headings = re.findall(r"^#+ (.*)$", file.read_text(encoding="utf-8"), re.MULTILINE)
+                anchors = [re.sub(r"[^\w -]", "", h.lower()).replace(" ", "-") for h in headings]
+                assert anchor in anchors, f"{page.name}: {target}"
+
+
+def test_readme_is_short_and_its_figures_are_in_the_results():
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    results = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
+    assert len(readme.splitlines()) <= 160
+    assert max(map(len, readme.splitlines())) <= 130
+    prose = "\n".join(line for line in readme.splitlines() if not line.startswith("    "))
+    figures = re.findall(r"\d+,\d+|\d+\.\d\d+|\d+ s\b", prose)
+    assert len(figures) > 8
+    for figure in figures:
+        assert figure in results, f"{figure} is not in docs/results.md"
+
+
+def test_the_file_tree_is_complete():
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    tree = readme[readme.index("## Files") :]
+    for path in [*ROOT.glob("*.py"), *(ROOT / "steady").glob("[a-z]*.py")]:
+        assert re.search(rf"^ +{path.name} ", tree, re.MULTILINE), path.name
