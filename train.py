@@ -283,7 +283,7 @@ while True:
         log.restart_clock(iter_num)  # evaluation is not training time
     if sample_interval and iter_num % sample_interval == 0 and iter_num > 0:
         with autocast:
-            text = sample_while_training(raw_model, val_file.tokens[:8], tokenizer, seed)
+            text = sample_while_training(raw_model, val_file.beginning(8), tokenizer, seed)
         log.line(f"iter {iter_num:6d} | sample: {text!r}")
         log.restart_clock(iter_num)
     if finished or stopping:
