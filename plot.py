@@ -6,6 +6,7 @@ python plot.py out-* --png=comparison.png
 
 import sys
 from pathlib import Path
+from typing import Any
 
 from steady.runlog import read_metrics
 
@@ -39,13 +40,18 @@ def moving_average(values: list[float], width: int) -> list[float]:
     return [(sums[i + 1] - sums[s]) / (i + 1 - s) for i, s in enumerate(starts)]
 
 
+def are_numbers(entry: dict[str, Any], *names: str) -> bool:
+    """Whether `entry` has all of `names` as numbers: what was not finite is null."""
+    return all(type(entry.get(name)) in (int, float) for name in names)
+
+
 figure, (losses, rates, speeds) = pyplot.subplots(
     3, 1, figsize=(8, 8), sharex=True, height_ratios=(3, 1, 1), layout="constrained"
 )
 for i, folder in enumerate(folders):
     entries = read_metrics(Path(folder) / "metrics.jsonl")
-    steps = [e for e in entries if e.get("loss") is not None]
-    evaluations = [e for e in entries if e.get("val_loss") is not None]
+    steps = [e for e in entries if are_numbers(e, "loss", "lr", "tokens_per_s")]
+    evaluations = [e for e in entries if are_numbers(e, "val_loss")]
     if not steps and not evaluations:
         raise ValueError(f"{folder}/metrics.jsonl has nothing to draw (a run writes it)")
     color, name = f"C{i % 10}", Path(folder).name

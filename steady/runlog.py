@@ -170,10 +170,13 @@ class RunLog:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The entries of a metrics.jsonl, without lines that a crash or a full disk cut short."""
+    """The entries of a metrics.jsonl, without lines that a crash or a full disk cut short or that
+    are none of ours."""
     entries = []
     if path.exists():
-        for line in path.read_text(encoding="utf-8").splitlines():
-            with contextlib.suppress(ValueError):
-                entries.append(json.loads(line))
+        for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+            with contextlib.suppress(ValueError, RecursionError):
+                entry = json.loads(line)
+                if isinstance(entry, dict) and type(entry.get("iter")) is int:
+                    entries.append(entry)
     return entries

@@ -1,6 +1,7 @@
 import re
 import shutil
 
+import pytest
 from conftest import ROOT, TINY
 
 
@@ -27,6 +28,13 @@ def test_bench_passes_on_what_train_says_when_it_fails(start):
     process = start("bench.py", *TINY, "--n_head=3")
     assert process.wait() == 1
     assert "error: n_embd=32 is not divisible by n_head=3" in process.stdout.read()
+
+
+@pytest.mark.parametrize("vocab_size", [-5, 10**12])
+def test_bench_refuses_a_vocabulary_that_no_token_file_can_hold(run, vocab_size):
+    message = f"vocab_size={vocab_size} must be at least 0 and at most 2\\*\\*32"
+    with pytest.raises(ValueError, match=message):
+        run("bench.py", *TINY, f"--vocab_size={vocab_size}")
 
 
 def test_compare_finds_a_slower_model(start, tmp_path):

@@ -169,8 +169,15 @@ def test_rows_without_the_column_or_broken_files_are_named(run, tmp_path):
     with pytest.raises(ValueError, match="rows without 'text': pass --column=NAME"):
         run("data/text/prepare.py", f"--input={tmp_path / 'a.jsonl'}", "--tokenizer=byte")
     (tmp_path / "b.jsonl").write_text('{"text": \n', encoding="utf-8")
-    with pytest.raises(ValueError, match="cannot read .*b.jsonl"):
+    with pytest.raises(ValueError, match="cannot read .*b.jsonl: line 1 is no JSON"):
         run("data/text/prepare.py", f"--input={tmp_path / 'b.jsonl'}", "--tokenizer=byte")
+    for row, found in (("null", "None"), ("3", "3"), ('["a"]', r"\['a'\]"), ("{}", "{}")):
+        (tmp_path / "d.jsonl").write_text(f'{{"text": "a"}}\n\n{{"text": {row}}}\n')
+        with pytest.raises(ValueError, match=f"d.jsonl: line 3 has {found} for 'text', no text"):
+            run("data/text/prepare.py", f"--input={tmp_path / 'd.jsonl'}", "--tokenizer=byte")
+    (tmp_path / "e.jsonl").write_text('{"text": "a"}\n["b"]\n')
+    with pytest.raises(ValueError, match="e.jsonl: line 2 is no JSON object"):
+        run("data/text/prepare.py", f"--input={tmp_path / 'e.jsonl'}", "--tokenizer=byte")
     (tmp_path / "c.txt.gz").write_bytes(b"not gzip")
     with pytest.raises(ValueError, match="cannot read .*c.txt.gz"):
         run("data/text/prepare.py", f"--input={tmp_path / 'c.txt.gz'}", "--tokenizer=byte")

@@ -1,6 +1,15 @@
 import json
 
+from steady.runlog import read_metrics
+
 import pytest
+
+FOREIGN_LINES = (
+    b'[1, 2]\n3\nnull\n"iter"\n{"loss": 1.0}\n{"iter": "5", "loss": 1.0}\n{"iter": null}\n'
+    b"\xff\xfe\n"
+    + b"[" * 100_000
+    + b'\n{"iter": 5, "loss": "x"}\n{"iter": 6, "loss": 1.0, "lr": null}\n'
+)
 
 
 def write(folder, n):
@@ -20,6 +29,15 @@ def test_several_runs_become_one_picture(run, tmp_path):
     assert png.read_bytes().startswith(b"\x89PNG") and png.stat().st_size > 10_000
 
 
+def test_lines_of_another_kind_are_left_out(run, tmp_path):
+    pytest.importorskip("matplotlib")
+    write(tmp_path / "out", 20)
+    with open(tmp_path / "out" / "metrics.jsonl", "ab") as file:
+        file.write(FOREIGN_LINES)
+    assert len(read_metrics(tmp_path / "out" / "metrics.jsonl")) == 21 + 2
+    assert "wrote" in run("plot.py", tmp_path / "out", f"--png={tmp_path / 'runs.png'}")
+
+
 def test_bad_input_is_one_line(run, tmp_path):
     pytest.importorskip("matplotlib")
     with pytest.raises(ValueError, match="which runs"):
@@ -27,5 +45,7 @@ def test_bad_input_is_one_line(run, tmp_path):
     with pytest.raises(ValueError, match="has nothing to draw"):
         run("plot.py", tmp_path)
     write(tmp_path / "out", 20)
+    with pytest.raises(ValueError, match="smooth=1e.308 must be at least 0 and at most 1"):
+        run("plot.py", tmp_path, "--smooth=1e308")
     with pytest.raises(ValueError, match="cannot write --png=.*xyz: Format 'xyz'"):
         run("plot.py", tmp_path / "out", f"--png={tmp_path}/runs.xyz")

@@ -11,9 +11,11 @@ files every row's `text` is a document, and every tenth is held out. What ends i
 import glob
 import gzip
 import json
+import reprlib
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from steady.prepare import split_text, write_dataset
@@ -33,18 +35,25 @@ if not input:
     raise ValueError("no input: pass --input=FILE, or a glob such as --input='notes/**/*.md'")
 
 
-def rows(path: Path) -> Iterator[str]:
-    """The texts of a .jsonl or .parquet file."""
+def rows(path: Path) -> Iterator[tuple[str, Any]]:
+    """Where each row of a .jsonl or .parquet file is, and what it has for a text."""
     if path.suffix == ".parquet":
         import pyarrow.parquet
 
-        for batch in pyarrow.parquet.ParquetFile(path).iter_batches(columns=[column]):
-            yield from batch.column(0).to_pylist()
+        batches = pyarrow.parquet.ParquetFile(path).iter_batches(columns=[column])
+        values = (value for batch in batches for value in batch.column(0).to_pylist())
+        yield from ((f"row {number}", value) for number, value in enumerate(values, 1))
         return
     with open_text(path) as file:
-        for line in file:
+        for number, line in enumerate(file, 1):
             if line.strip():
-                yield json.loads(line)[column]
+                try:
+                    row = json.loads(line)
+                except (ValueError, RecursionError) as error:
+                    raise ValueError(f"line {number} is no JSON: {error}") from None
+                if not isinstance(row, dict):
+                    raise ValueError(f"line {number} is no JSON object")
+                yield f"line {number}", row[column]
 
 
 def open_text(path: Path):
@@ -64,7 +73,9 @@ splits: dict[str, list[str]] = {"train": [], "val": []}
 for path in paths:
     try:
         if path.suffix == ".parquet" or path.name.endswith((".jsonl", ".jsonl.gz")):
-            for i, text in enumerate(rows(path)):  # spread evenly over the rows
+            for i, (place, text) in enumerate(rows(path)):  # spread evenly over the rows
+                if not isinstance(text, str):
+                    raise ValueError(f"{place} has {reprlib.repr(text)} for {column!r}, no text")
                 held_out = int((i + 1) * val_fraction) > int(i * val_fraction)
                 splits["val" if held_out else "train"].append(text)
         else:
