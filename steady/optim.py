@@ -40,18 +40,24 @@ def all_parameters(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
 
 
 def load_moments(optimizer: torch.optim.AdamW, state: dict[str, Any]) -> None:
-    """Load a checkpoint's optimizer state, but keep today's betas and weight decay."""
-    settings = [
-        {k: group[k] for k in ("betas", "weight_decay")} for group in optimizer.param_groups
-    ]
-    parameters = all_parameters(optimizer)
-    moments = {
-        i: {k: v if v.dim() == 0 else shard_like(v, parameters[i]) for k, v in values.items()}
-        for i, values in state["state"].items()
-    }
-    optimizer.load_state_dict(state | {"state": moments})
-    for group, today in zip(optimizer.param_groups, settings, strict=True):
-        group.update(today)
+    """Load the moments of a checkpoint's optimizer state; the settings stay today's.
+
+    Raises ValueError unless there are those of every parameter, in its shape.
+    """
+    moments = {}
+    for i, parameter in enumerate(all_parameters(optimizer)):
+        expected = {"step": (), "exp_avg": parameter.shape, "exp_avg_sq": parameter.shape}
+        try:
+            values = state["state"][i]
+            fits = {k: v.shape for k, v in values.items()} == expected
+        except (KeyError, TypeError, AttributeError, IndexError):
+            fits = False
+        if not fits:
+            raise ValueError(f"optimizer state of parameter {i} is missing or of another shape")
+        moments[i] = {k: v if v.dim() == 0 else shard_like(v, parameter) for k, v in values.items()}
+    if len(state["state"]) > len(moments):
+        raise ValueError(f"optimizer state of {len(state['state'])} parameters, not {len(moments)}")
+    optimizer.load_state_dict(optimizer.state_dict() | {"state": moments})
 
 
 class Gradients:

@@ -3,12 +3,13 @@
 import contextlib
 import json
 import math
-import os
 import sys
 import textwrap
 import time
 from pathlib import Path
 from typing import Any
+
+from steady.folder import whole_file
 
 
 class RunLog:
@@ -26,9 +27,8 @@ class RunLog:
         self.missed_metrics = False
         if self.keeps_metrics:
             kept = [entry for entry in read_metrics(self.path) if entry["iter"] < start_iter]
-            temporary = self.path.with_suffix(".tmp")
-            temporary.write_text("".join(json.dumps(e) + "\n" for e in kept), encoding="utf-8")
-            os.replace(temporary, self.path)
+            with whole_file(self.path) as file:
+                file.write("".join(json.dumps(e) + "\n" for e in kept).encode())
         self.bar = self.wandb = None
         if quiet:
             return

@@ -1,9 +1,14 @@
+import contextlib
 import os
 import pickle
+import random
+import re
+import shutil
 import subprocess
 import sys
 
 from steady import checkpoint
+from steady.distributed import Place
 
 import pytest
 import torch
@@ -14,7 +19,7 @@ def test_round_trip(tmp_path):
     path = tmp_path / "ckpt.pt"
     content = {"model": {"w": torch.randn(3, 3)}, "iter_num": 7, "config": {"a": 1.5, "b": "x"}}
     checkpoint.save(path, content)
-    loaded = checkpoint.load(path)
+    loaded = checkpoint.read(path)
     assert torch.equal(loaded["model"]["w"], content["model"]["w"])
     assert loaded["iter_num"] == 7 and loaded["config"] == content["config"]
     assert os.listdir(tmp_path) == ["ckpt.pt"]
@@ -102,7 +107,7 @@ def test_f30_full_disk_keeps_the_old_checkpoint(tmp_path):
     checkpoint.save(path, {"iter_num": 1})
     big = "{'iter_num': 2, 'w': torch.randn(100_000)}"
     assert save_with_full_disk(tmp_path, f"checkpoint.save(Path(sys.argv[1]), {big})") == 3
-    assert checkpoint.load(path)["iter_num"] == 1
+    assert checkpoint.read(path)["iter_num"] == 1
     assert os.listdir(tmp_path) == ["ckpt.pt"]
     assert save_with_full_disk(tmp_path, f"torch.save({big}, sys.argv[1])") != 0
     with pytest.raises(ValueError, match="damaged"):  # the naive way destroyed it
@@ -126,7 +131,7 @@ def test_f30_kill_while_saving_keeps_a_whole_checkpoint(tmp_path):
     process.kill()
     process.wait()
     process.stdout.close()
-    assert checkpoint.load(path)["iter_num"] >= 5
+    assert checkpoint.read(path)["iter_num"] >= 5
 
 
 def test_differing_architecture_names_the_keys(tmp_path):
@@ -136,10 +141,113 @@ def test_differing_architecture_names_the_keys(tmp_path):
     checkpoint.check_same_model(saved, {"n_layer": 2, "n_head": 4, "dropout": 0.5}, tmp_path)
 
 
-def test_earlier_run_is_moved_aside_not_overwritten(tmp_path, capsys):
-    checkpoint.set_aside(tmp_path)
-    assert capsys.readouterr().out == "" and not list(tmp_path.iterdir())
-    (tmp_path / "ckpt.pt").write_text("old")
-    checkpoint.set_aside(tmp_path)
-    assert (tmp_path / "previous" / "ckpt.pt").read_text() == "old"
-    assert "previous" in capsys.readouterr().out
+# ---- flipped bits, and content that is not what it should be ------------------------------------
+
+
+def flipped(path, place):
+    """The file `path` with one of its bits turned round."""
+    content = bytearray(path.read_bytes())
+    content[place // 8] ^= 1 << place % 8
+    path.with_name("flipped.pt").write_bytes(content)
+    return path.with_name("flipped.pt")
+
+
+def same(a, b):
+    if isinstance(a, torch.Tensor):
+        return isinstance(b, torch.Tensor) and torch.equal(a, b)
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
+    return type(a) is type(b) and a == b
+
+
+def test_f46_a_flipped_bit_is_refused_or_changes_nothing(tmp_path):
+    """500 of them: STEADY_FLIPS=500."""
+    path, draw = tmp_path / "ckpt.pt", random.Random(1)
+    content = {"model": {"w": torch.randn(40, 40)}, "iter_num": 7, "config": {"a": 1.5, "b": "x"}}
+    checkpoint.save(path, content)
+    bits = 8 * path.stat().st_size
+    loaded, naive = checkpoint.read(path), 0
+    for place in draw.sample(range(bits), int(os.environ.get("STEADY_FLIPS", 60))):
+        damaged = flipped(path, place)
+        try:
+            assert same(checkpoint.read(damaged), loaded), f"bit {place}"
+        except ValueError as error:
+            assert "\n" not in str(error) and "flipped.pt" in str(error)
+        with contextlib.suppress(Exception):
+            naive += not same(torch.load(damaged), loaded)
+    assert naive > 10  # what torch.load gives back without a word
+
+
+def test_f46_a_disk_that_gives_back_something_else_keeps_the_old_checkpoint(tmp_path, monkeypatch):
+    path, sync = tmp_path / "ckpt.pt", os.fsync
+    checkpoint.save(path, {"iter_num": 1})
+
+    def turn_a_bit(descriptor):
+        sync(descriptor)
+        (written,) = tmp_path.glob("*.tmp")
+        written.write_bytes(flipped(written, 8 * 80).read_bytes())
+        (tmp_path / "flipped.pt").unlink()
+
+    monkeypatch.setattr("steady.folder.os.fsync", turn_a_bit)
+    said = []
+    assert not checkpoint.try_save(path, {"iter_num": 2}, Place(), said.append)
+    assert "the last good one is kept" in said[0] and "checksum" in said[0]
+    assert os.listdir(tmp_path) == ["ckpt.pt"] and checkpoint.read(path)["iter_num"] == 1
+
+
+def weights(iteration):
+    return {
+        "model": {"w": torch.zeros(2, 2)}, "model_config": {}, "tokenizer": {"tokenizer": "byte"},
+        "iter_num": iteration, "best_val_loss": 1.5,
+    }  # fmt: skip
+
+
+def test_f46_a_damaged_checkpoint_says_what_else_there_is(tmp_path):
+    (tmp_path / "previous").mkdir()
+    for name, iteration in (("ckpt.pt", 30), ("best.pt", 20), ("previous/ckpt.pt", 10)):
+        checkpoint.save(tmp_path / name, weights(iteration))
+    shutil.copy(flipped(tmp_path / "ckpt.pt", 8 * 200), tmp_path / "ckpt.pt")
+    with pytest.raises(ValueError) as error:
+        checkpoint.load(tmp_path / "ckpt.pt")
+    assert re.fullmatch(
+        r".*ckpt.pt is damaged .* checksum; good ones are .*best.pt \(iteration 20, weights only.*"
+        r"\) and .*previous/ckpt.pt \(iteration 10, the run before: --out_dir=.*/previous\)",
+        str(error.value),
+    )
+    shutil.copy(tmp_path / "ckpt.pt", tmp_path / "best.pt")
+    with pytest.raises(ValueError, match="good ones are .*previous/ckpt.pt") as error:
+        checkpoint.load(tmp_path / "best.pt")
+    assert str(error.value).count("iteration") == 1  # what is damaged too is not recommended
+
+
+@pytest.mark.parametrize("kind", [IndexError, AttributeError, TypeError, AssertionError])
+def test_f46_whatever_the_unpickler_raises_is_one_line(tmp_path, monkeypatch, kind):
+    path = tmp_path / "ckpt.pt"
+    checkpoint.save(path, {"iter_num": 1})
+
+    def fails(*arguments, **options):
+        raise kind("pop from empty list\nand more")
+
+    monkeypatch.setattr(torch, "load", fails)
+    with pytest.raises(ValueError, match="damaged or not a checkpoint: pop from empty list$"):
+        checkpoint.load(path)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"model": None}, "model is None, not a dict"),
+        ({"model": ...}, "model is missing, not a dict"),
+        ({"iter_num": "7"}, "iter_num is '7', not a int"),
+        ({"iter_num": True}, "iter_num is True"),
+        ({"iter_num": -1}, "iter_num is -1"),
+        ({"best_val_loss": float("nan")}, "best_val_loss is nan"),
+        ({"tokenizer": {"tokenizer": "char"}}, 'tokenizer: "alphabet" must be .* but is missing'),
+    ],
+)
+def test_a_key_that_is_missing_or_mistyped_is_named(tmp_path, changed, message):
+    path = tmp_path / "ckpt.pt"
+    content = {k: v for k, v in (weights(3) | changed).items() if v is not ...}
+    checkpoint.save(path, content)
+    with pytest.raises(ValueError, match=f"ckpt.pt.*{message}"):
+        checkpoint.load(path)
