@@ -108,6 +108,9 @@ def load(path: Path, kinds: dict[str, type] = WEIGHTS_ONLY) -> dict[str, Any]:
             if type(value) is not kind or kind is not dict and not value >= 0:
                 found = f"is {value!r:.40}" if key in content else "is missing"
                 raise ValueError(f"{path} is incomplete: {key} {found}, not a {kind.__name__}")
+        dtype = content.get("pretrained_dtype")
+        if dtype is not None and not isinstance(getattr(torch, str(dtype), None), torch.dtype):
+            raise ValueError(f"{path}: pretrained_dtype is {dtype!r:.40}, which is none of torch's")
         check_meta(content["tokenizer"], f"{path}, tokenizer")
     except ValueError as error:
         raise ValueError(f"{error}{what_else(path)}") from None

@@ -12,7 +12,7 @@ from steady.distributed import Place
 
 import pytest
 import torch
-from conftest import ROOT
+from conftest import ROOT, TINY
 
 
 def test_round_trip(tmp_path):
@@ -251,3 +251,54 @@ def test_a_key_that_is_missing_or_mistyped_is_named(tmp_path, changed, message):
     checkpoint.save(path, content)
     with pytest.raises(ValueError, match=f"ckpt.pt.*{message}"):
         checkpoint.load(path)
+
+
+def without(content, key):
+    return {name: value for name, value in content.items() if name != key}
+
+
+def reshaped(content):
+    """Whose last tensor is one element shorter."""
+    name, tensor = list(content.items())[-1]
+    return content | {name: tensor[:-1]}
+
+
+WRONG_CONTENT = [  # key, what becomes of it, what sample.py and convert.py say, and train.py
+    ("model", lambda model: {}, "does not fit its own model_config in blocks.0.*and 16 more"),
+    ("model", reshaped, "does not fit its own model_config in lm_head.weight"),
+    ("model", lambda model: model | {"lm_head.weight": "x"}, "model_config in lm_head.weight"),
+    ("model", lambda model: without(model, "final_norm.weight"), "model_config in final_norm.wei"),
+    ("model_config", lambda config: {}, "model_config: missing or unknown block_size, dropout"),
+    ("model_config", lambda config: without(config, "rope_theta"), "missing or unknown rope_theta"),
+    ("model_config", lambda config: config | {"n_layer": "2"}, "n_layer='2' is not of type int"),
+    ("model_config", lambda config: config | {"n_layer": -2}, "n_layer=-2 must be at least 1"),
+    ("pretrained_dtype", lambda dtype: 5, "pretrained_dtype is 5"),
+]
+WRONG_STATE = [
+    ("sequences", lambda n: None, "sequences is None, not a int"),
+    ("optimizer", lambda state: {}, "optimizer state of parameter 0 is missing"),
+    ("optimizer", lambda state: state | {"state": {0: 1}}, "optimizer state of parameter 0"),
+    ("optimizer", lambda state: state | {"state": without(state["state"], 1)}, "of parameter 1"),
+    ("optimizer", lambda state: {"state": state["state"] | {2: reshaped(state["state"][2])}},
+     "optimizer state of parameter 2 is missing or of another shape"),
+    ("optimizer", lambda state: {"state": state["state"] | {999: {}}}, "state of 21 parameters"),
+    ("scaler", lambda state: {"scale": "x"}, "scaler must hold scale, growth_factor"),
+]  # fmt: skip
+
+
+def test_content_that_does_not_fit_is_named_wherever_a_checkpoint_is_read(run, sums, tmp_path):
+    train = ["train.py", *TINY, f"--dataset={sums}", f"--out_dir={tmp_path}", "--dtype=float16"]
+    resume = [*train, "--init_from=resume"]
+    run(*train, "--max_iters=1", "--dtype=float32")
+    path = tmp_path / "ckpt.pt"
+    good = checkpoint.load(path)
+    run(*resume, "--max_iters=2")  # as float16 after float32: with a new scaler
+    assert checkpoint.load(path)["scaler"]["scale"] == 65536
+    named = [f"--out_dir={tmp_path}", "--ckpt=ckpt.pt"]
+    others = ["sample.py", *named], ["convert.py", *named, f"--to={tmp_path / 'exported'}"]
+    for key, change, message in WRONG_CONTENT + WRONG_STATE:
+        checkpoint.save(path, good | {key: change(good.get(key))})
+        for command in (resume, *(others if (key, change, message) in WRONG_CONTENT else ())):
+            with pytest.raises(ValueError, match=f"ckpt.pt.*{message}") as error:
+                run(*command)
+            assert "\n" not in str(error.value), command[0]
