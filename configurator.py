@@ -45,16 +45,20 @@ RANGES = (
     )),
     ("at least 0", lambda value: value >= 0, (
         "eval_interval", "sample_interval", "max_iters", "warmup_iters", "lr_decay_iters",
-        "vocab_size", "n_kv_head", "n_hidden", "head_dim", "top_k", "max_tokens",
+        "n_kv_head", "n_hidden", "head_dim", "top_k", "max_tokens",
     )),
     ("at least 0 and finite", lambda value: 0 <= value < math.inf, (
         "learning_rate", "min_lr", "weight_decay", "grad_clip", "norm_eps", "temperature",
-        "decay_fraction", "smooth", "baseline",
+        "decay_fraction", "baseline",
     )),
     ("above 0 and finite", lambda value: 0 < value < math.inf, ("rope_theta",)),
     ("at least 0 and below 1", lambda value: 0 <= value < 1, ("beta1", "beta2", "dropout")),
     ("above 0 and at most 1", lambda value: 0 < value <= 1, ("top_p",)),
+    ("at least 0 and at most 1", lambda value: 0 <= value <= 1, ("smooth",)),
     ("above 0 and below 1", lambda value: 0 < value < 1, ("val_fraction",)),
+    ("at least 0 and at most 2**32, what fits into a uint32", lambda value: 0 <= value <= 2**32, (
+        "vocab_size",
+    )),
     ("an integer of 64 bits", lambda value: -(2**63) <= value < 2**63, ("seed",)),
 )  # fmt: skip
 

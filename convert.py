@@ -133,15 +133,8 @@ def read_pretrained(source: str) -> Pretrained:
     if model_config["tied_embeddings"]:
         weights["lm_head.weight"] = weights["token_embedding.weight"]
     with torch.device("meta"):
-        expected = GPT(GPTConfig(**model_config)).state_dict()
-    differing = sorted(weights.keys() ^ expected.keys()) or [
-        name for name in weights if weights[name].shape != expected[name].shape
-    ]
-    if differing:
-        raise ValueError(
-            f"{folder} does not fit its config.json in {', '.join(differing[:5])}"
-            + (f" and {len(differing) - 5} more" if len(differing) > 5 else "")
-        )
+        expected = GPT(GPTConfig(**model_config))
+    checkpoint.check_weights(weights, expected, f"{folder} does not fit its config.json in")
     dtype = str(next(iter(tensors.values())).dtype).removeprefix("torch.")
     return Pretrained(model_config, weights, hf_tokenizer_meta(folder), dtype)
 
@@ -215,6 +208,11 @@ if __name__ == "__main__":
         raise ValueError("where to? pass --to=FOLDER")
     path = checkpoint.find(Path(out_dir), ckpt)
     saved = checkpoint.load(path)
+    with torch.device("meta"):
+        expected = GPT(checkpoint.architecture(saved, GPTConfig, path))
+    checkpoint.check_weights(
+        saved["model"], expected, f"{path} does not fit its own model_config in"
+    )
     if dtype == "auto":
         dtype = saved.get("pretrained_dtype") or "float32"
     write_pretrained(saved, Path(to), choose_dtype(dtype, torch.device("cpu")))

@@ -41,6 +41,10 @@ class GPTConfig:
     tied_embeddings: bool = True  # lm_head shares token_embedding's weight
 
     def __post_init__(self):
+        for field in fields(self):
+            kinds = (int, float) if field.type is float else (field.type,)
+            if type(value := getattr(self, field.name)) not in kinds:
+                raise ValueError(f"{field.name}={value!r} is not of type {field.type.__name__}")
         self.n_kv_head = self.n_kv_head or self.n_head
         self.n_hidden = self.n_hidden or math.ceil(8 * self.n_embd / 3 / 64) * 64
         check_values(self.settings())

@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from steady.runlog import read_metrics, training_clock
+from steady.runlog import read_json_lines, read_metrics, training_clock
 
 from configurator import configure
 
@@ -41,7 +41,7 @@ except ImportError:
 def read_runs(path: Path) -> list[dict[str, Any]]:
     """The runs at `path`: a name, the log lines of steps, evaluations, and the x of iterations."""
     file = path / "metrics.jsonl" if not path.is_file() else path
-    entries = read_metrics(file)
+    entries = read_json_lines(file)
     if entries and all("curve" in entry for entry in entries):
         return [
             {"name": f"{e['recipe']}", "steps": [], "evaluations": e["curve"],
@@ -49,15 +49,21 @@ def read_runs(path: Path) -> list[dict[str, Any]]:
              "baseline": e["kind"] == "baseline"}
             for e in entries
         ]  # fmt: skip
-    steps = [e for e in entries if e.get("loss") is not None]
-    evaluations = [e for e in entries if e.get("val_loss") is not None]
+    entries = read_metrics(file)
+    steps = [e for e in entries if are_numbers(e, "loss", "lr", "tokens_per_s", "ms")]
+    evaluations = [e for e in entries if are_numbers(e, "val_loss")]
     if not steps and not evaluations:
         raise ValueError(f"{file} has nothing to draw (a run writes it)")
     name = path.name if file != path else file.parent.name
-    seconds, tokens = training_clock(entries)
+    seconds, tokens = training_clock(steps + evaluations)
     positions = {"iter": range(len(seconds)), "tokens": tokens, "time": seconds}[x]
     return [{"name": name, "steps": steps, "evaluations": evaluations, "x": positions,
              "baseline": False}]  # fmt: skip
+
+
+def are_numbers(entry: dict[str, Any], *names: str) -> bool:
+    """Whether `entry` has all of `names` as numbers: what was not finite is null."""
+    return all(type(entry.get(name)) in (int, float) for name in names)
 
 
 def moving_average(values: list[float], width: int) -> list[float]:

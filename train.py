@@ -15,7 +15,7 @@ import time
 from functools import partial
 from pathlib import Path
 
-from steady import checkpoint, distributed, environment, hardware, memory, optim, recompute
+from steady import checkpoint, distributed, environment, folder, hardware, memory, optim, recompute
 from steady.dataloader import DataLoader, DataSet, TokenFile, validation_batches
 from steady.generate import sample_while_training
 from steady.profiler import Profiler
@@ -95,8 +95,6 @@ if auto_batch:  # as many as fit, in the global batch that there would be withou
 here = distributed.place(parallel)
 out_path = Path(out_dir)
 ckpt_path, best_path = out_path / "ckpt.pt", out_path / "best.pt"
-if here.master:
-    checkpoint.make_folder(out_path)
 if here.restarted and ckpt_path.exists():
     init_from = config["init_from"] = "resume"
 device = hardware.choose_device(device, here.local_rank if here.world_size > 1 else None)
@@ -105,6 +103,8 @@ hardware.require_cuda(device, memory_snapshot=memory_snapshot)
 plan = environment.plan(compile, compile_mode, device)
 distributed.check(here, gradient_accumulation_steps, dtype, plan.cuda_graphs)
 distributed.start(here, device, backend, config)
+if not eval_only or wandb_log:  # it writes
+    distributed.first_does(here, partial(folder.claim, out_path))
 autocast = hardware.autocast(device, dtype)
 torch.manual_seed(seed)
 
@@ -115,7 +115,7 @@ if init_from == "scratch":
     start = checkpoint.Start(GPTConfig.from_settings(config, data.padded_vocab_size).settings())
 elif init_from == "resume":
     asked = GPTConfig.from_settings(config, data.padded_vocab_size)
-    start = checkpoint.resume(ckpt_path, asked.settings(), data.tokenizer)
+    start = checkpoint.resume(ckpt_path, asked, data.tokenizer)
 else:
     start = convert.start_from(init_from, data, block_size, dropout)
 model_config = GPTConfig(**start.model_config)
@@ -125,18 +125,18 @@ train_file, val_file = data.open(block_size, model_config.vocab_size)
 # raw_model is never compiled or wrapped: it is what is saved, sampled and counted
 hardware.prepare(device, dtype, model_config.n_embd, block_size)
 raw_model = GPT(model_config)
-if start.weights:
-    raw_model.load_state_dict(start.weights)
+if start.weights is not None:
+    checkpoint.load_weights(raw_model, start.weights, ckpt_path)
 raw_model.use_cudnn_attention(hardware.cudnn_attention(device, dtype, model_config.head_dim))
 distributed.place_model(raw_model, here, device, dtype)
 
 # -----------------------------------------------------------------------------
 # optimizer
 gradients = optim.Gradients(raw_model, keep=plan.cuda_graphs, summed=here.sums_gradients)
-optimizer = optim.build_optimizer(raw_model, config, start.optimizer, plan.compiled)
+optimizer = optim.build_optimizer(raw_model, config, plan.compiled)
 scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
-if start.scaler:
-    scaler.load_state_dict(start.scaler)
+if start.optimizer is not None:
+    checkpoint.load_optimizer(optimizer, scaler, start, ckpt_path)
 iter_num, best_val_loss = start.iter_num, start.best_val_loss
 pretrained_dtype = start.pretrained_dtype
 
@@ -149,7 +149,7 @@ data_offset = start.sequences - iter_num * sequences_per_iter
 del start  # the checkpoint's tensors
 
 if here.master and init_from != "resume" and not eval_only:
-    checkpoint.set_aside(out_path)
+    folder.set_aside(out_path)
 log = RunLog(out_path, config, iter_num, quiet=not here.master)
 log.line(environment.summary(device, dtype, plan, here))
 log.line(raw_model.summary(data.vocab_size))
@@ -282,7 +282,7 @@ while True:
         log.restart_clock(iter_num)  # evaluation is not training time
     if sample_interval and iter_num % sample_interval == 0 and iter_num > 0:
         with autocast:
-            text = sample_while_training(raw_model, val_file.tokens[:8], tokenizer, seed)
+            text = sample_while_training(raw_model, val_file.beginning(8), tokenizer, seed)
         log.line(f"iter {iter_num:6d} | sample: {text!r}")
         log.restart_clock(iter_num)
     if finished or stopping:

@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from steady.runlog import read_metrics, training_clock
+from steady.runlog import read_json_lines, read_metrics, training_clock
 
 import torch
 
@@ -220,7 +220,7 @@ with tempfile.TemporaryDirectory() as temporary:
             raise
 
 groups: dict[tuple[str, str, str], list[dict[str, Any]]] = {}
-for entry in read_metrics(Path(out)):
+for entry in read_json_lines(Path(out)):
     groups.setdefault((entry["size"], entry["data"], entry["device"]), []).append(entry)
 for group in groups.values():
     print_table(group)

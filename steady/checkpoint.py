@@ -4,39 +4,52 @@
 tokenizer of the lowest validation loss.
 """
 
+from __future__ import annotations
+
+import contextlib
 import math
-import os
 import pickle
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from steady import distributed
 from steady.distributed import Place
+from steady.folder import whole_file
+from steady.optim import AdamW, load_state
+from steady.tokenizer import check_meta
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from model import GPTConfig
 
 FORMAT = 1  # raised when a checkpoint's layout changes
 
+WEIGHTS_ONLY = {  # what best.pt holds, and of which type
+    "model": dict, "model_config": dict, "tokenizer": dict, "iter_num": int, "best_val_loss": float,
+}  # fmt: skip
+EVERYTHING = WEIGHTS_ONLY | {"optimizer": dict, "scaler": dict, "sequences": int}  # ckpt.pt
+
 
 def save(path: Path, content: dict[str, Any]) -> None:
-    """Write `content` to `path`; a crash or a full disk at any point leaves the old file intact."""
-    temporary = path.with_name(path.name + ".tmp")
-    try:
-        with open(temporary, "wb") as file:
-            torch.save({"format": FORMAT} | content, file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except (OSError, RuntimeError):  # torch reports a full disk as a RuntimeError
-        temporary.unlink(missing_ok=True)
-        raise
-    if os.name == "posix":  # make the rename itself durable
-        folder = os.open(path.parent, os.O_RDONLY)
-        os.fsync(folder)
-        os.close(folder)
+    """Write `content` to `path`. A crash or a full disk at any point leaves the old file intact; so
+    does a disk that gives back something else."""
+    with whole_file(path, check=check_sums) as file:
+        torch.save({"format": FORMAT} | content, file)
+
+
+def check_sums(path: Path) -> None:
+    """Raises an error unless every part of the zip archive `path` has its checksum: torch.load
+    does not look, and a flipped bit is a wrong weight."""
+    if not zipfile.is_zipfile(path):
+        raise zipfile.BadZipFile("no complete zip archive")
+    with zipfile.ZipFile(path) as archive:
+        damaged = archive.testzip()
+    if damaged:
+        raise zipfile.BadZipFile(f"{damaged} does not have its checksum")
 
 
 def try_save(path: Path, content: dict[str, Any], here: Place, say: Callable[[str], None]) -> bool:
@@ -48,29 +61,30 @@ def try_save(path: Path, content: dict[str, Any], here: Place, say: Callable[[st
     try:
         if here.master:
             save(path, content)
-    except (OSError, RuntimeError) as error:
+    except Exception as error:
         say(f"warning: {path} was not saved, the last good one is kept: {error}")
         failed = True
     return not distributed.any_process(failed)
 
 
-def load(path: Path) -> dict[str, Any]:
-    """Read a checkpoint onto the CPU. Tensors and plain values only: nothing in it is executed.
+def read(path: Path) -> dict[str, Any]:
+    """What `save` wrote to `path`, on the CPU. Tensors and plain values: nothing is executed.
 
     Raises ValueError when it is missing, damaged, or not one of ours.
     """
-    if path.is_file() and not zipfile.is_zipfile(path):
-        raise ValueError(f"{path} is damaged or not a checkpoint: no complete zip archive")
+    if not path.is_file():
+        raise ValueError(f"no checkpoint at {path}: train first, or check --out_dir")
     try:
+        check_sums(path)
         content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except FileNotFoundError:
-        raise ValueError(f"no checkpoint at {path}: train first, or check --out_dir") from None
     except pickle.UnpicklingError:
         raise ValueError(
             f"{path} holds more than tensors and plain values; it was not loaded, because loading "
             "it could run code"
         ) from None
-    except (RuntimeError, EOFError, OSError, KeyError, ValueError) as error:
+    except (PermissionError, MemoryError):
+        raise
+    except Exception as error:  # damage has many kinds
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ValueError(f"{path} is damaged or not a checkpoint: {reason}") from None
     if not isinstance(content, dict) or content.get("format") != FORMAT:
@@ -82,31 +96,99 @@ def load(path: Path) -> dict[str, Any]:
     return content
 
 
+def load(path: Path, kinds: dict[str, type] = WEIGHTS_ONLY) -> dict[str, Any]:
+    """`read` a checkpoint that holds all of `kinds`.
+
+    Raises ValueError, which says what there is to go on from instead.
+    """
+    try:
+        content = read(path)
+        for key, kind in kinds.items():
+            value = content.get(key)
+            if type(value) is not kind or kind is not dict and not value >= 0:
+                found = f"is {value!r:.40}" if key in content else "is missing"
+                raise ValueError(f"{path} is incomplete: {key} {found}, not a {kind.__name__}")
+        dtype = content.get("pretrained_dtype")
+        if dtype is not None and not isinstance(getattr(torch, str(dtype), None), torch.dtype):
+            raise ValueError(f"{path}: pretrained_dtype is {dtype!r:.40}, which is none of torch's")
+        check_meta(content["tokenizer"], f"{path}, tokenizer")
+    except ValueError as error:
+        raise ValueError(f"{error}{what_else(path)}") from None
+    return content
+
+
+def what_else(path: Path) -> str:
+    """Which other checkpoints there are to go on from, as the end of an error about `path`."""
+    uses = {
+        "ckpt.pt": "--ckpt=ckpt.pt",
+        "best.pt": "weights only: for sample.py and convert.py",
+        "previous/ckpt.pt": f"the run before: --out_dir={path.parent / 'previous'}",
+    }
+    found = []
+    for name, use in uses.items():
+        other = path.parent / name
+        if other != path and other.exists():
+            with contextlib.suppress(ValueError, OSError):
+                found.append(f"{other} (iteration {read(other).get('iter_num')}, {use})")
+    return f"; good ones are {' and '.join(found)}" if found else ""
+
+
+def architecture(saved: dict[str, Any], kind: type[GPTConfig], path: Path) -> GPTConfig:
+    """A checkpoint's model_config as a `kind`; raises ValueError that names `path` and the key."""
+    settings = saved["model_config"]
+    differing = settings.keys() ^ kind().settings().keys()
+    try:
+        if differing:
+            raise ValueError(f"missing or unknown {', '.join(sorted(map(str, differing)))}")
+        return kind(**settings)
+    except ValueError as error:
+        raise ValueError(f"{path}, model_config: {error}") from None
+
+
+def check_weights(weights: dict[str, Tensor], model: nn.Module, complaint: str) -> None:
+    """Raises ValueError that begins with `complaint` and names the tensors in which weights and
+    `model` differ."""
+    expected = model.state_dict()
+    differing = sorted(map(str, weights.keys() ^ expected.keys())) or [
+        name
+        for name, tensor in weights.items()
+        if not isinstance(tensor, Tensor)
+        or not tensor.is_floating_point()
+        or tensor.shape != expected[name].shape
+    ]
+    if differing:
+        more = f" and {len(differing) - 5} more" if len(differing) > 5 else ""
+        raise ValueError(f"{complaint} {', '.join(differing[:5])}{more}")
+
+
+def load_weights(model: nn.Module, weights: dict[str, Tensor], path: Path) -> None:
+    """Load into `model` what `path` held; raises ValueError if that is another model's."""
+    check_weights(weights, model, f"{path} does not fit its own model_config in")
+    model.load_state_dict(weights)
+
+
+def load_optimizer(
+    optimizer: AdamW, scaler: torch.amp.GradScaler, start: Start, path: Path
+) -> None:
+    """Load what `path` held of an optimizer and a scaler for float16; raises ValueError if either
+    is not what it should be."""
+    try:
+        load_state(optimizer, start.optimizer)
+        if scaler.is_enabled() and start.scaler:  # empty after float32: a new one begins
+            expected = scaler.state_dict()
+            if {k: type(v) for k, v in start.scaler.items()} != {
+                k: type(v) for k, v in expected.items()
+            }:
+                raise ValueError(f"scaler must hold {', '.join(expected)}")
+            scaler.load_state_dict(start.scaler)
+    except ValueError as error:
+        raise ValueError(f"{path} cannot be resumed: {error}") from None
+
+
 def find(out_dir: Path, name: str = "") -> Path:
     """The checkpoint to use: `name` if given, else best.pt if there is one, else ckpt.pt."""
     best = out_dir / "best.pt"
     return out_dir / name if name else best if best.exists() else out_dir / "ckpt.pt"
-
-
-def make_folder(out_dir: Path) -> None:
-    """Create `out_dir`; raises ValueError if nothing can be written there."""
-    try:
-        out_dir.mkdir(parents=True, exist_ok=True)
-        (out_dir / ".writable").touch()
-        (out_dir / ".writable").unlink()
-    except OSError as error:
-        raise ValueError(f"cannot write to out_dir={out_dir}: {error.strerror}") from None
-
-
-def set_aside(out_dir: Path) -> None:
-    """Move an earlier run's files to `out_dir/previous`, so that a new run cannot destroy them."""
-    found = [out_dir / name for name in ("ckpt.pt", "best.pt", "metrics.jsonl")]
-    found = [path for path in found if path.exists()]
-    if found:
-        (out_dir / "previous").mkdir(exist_ok=True)
-        for path in found:
-            os.replace(path, out_dir / "previous" / path.name)
-        print(f"note: moved an earlier run's files to {out_dir / 'previous'}")
 
 
 class Start(NamedTuple):
@@ -122,15 +204,16 @@ class Start(NamedTuple):
     scaler: dict[str, Any] | None = None
 
 
-def resume(path: Path, model_config: dict[str, Any], tokenizer: dict[str, Any]) -> Start:
+def resume(path: Path, asked: GPTConfig, tokenizer: dict[str, Any]) -> Start:
     """Where the run that wrote `path` was.
 
     Args:
-        model_config: what the settings ask for. It must be the checkpoint's, except for dropout;
-            where the architecture once came with pretrained weights, it still does.
+        asked: the architecture that the settings ask for. It must be the checkpoint's, except for
+            dropout; where it once came with pretrained weights, it still does.
         tokenizer: the data set's.
     """
-    saved = load(path)
+    saved, model_config = load(path, EVERYTHING), asked.settings()
+    architecture(saved, type(asked), path)
     pretrained_dtype = saved.get("pretrained_dtype")
     if pretrained_dtype:
         own = {key: model_config[key] for key in ("block_size", "dropout")}

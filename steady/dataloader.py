@@ -9,14 +9,14 @@ how often a run was resumed.
 
 import json
 import math
-import mmap
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from steady.distributed import ALONE, Place
-from steady.tokenizer import META_KEYS
+from steady.tokenizer import META_KEYS, check_meta
 
 import numpy as np
 import torch
@@ -30,7 +30,8 @@ SCAN_TOKENS = 2**28  # ids checked when a file is opened; what lies beyond is ch
 def read_meta(folder: Path) -> dict[str, Any]:
     """The data set's meta.json, or an empty dict for nanoGPT's bare .bin files.
 
-    Raises ValueError, with the command to run, when the data set is not there.
+    Raises ValueError, with the command to run, when the data set is not there, and one that names
+    file and key when meta.json does not hold what it should.
     """
     if not (folder / "train.bin").exists():
         prepare = folder / "prepare.py"
@@ -39,12 +40,15 @@ def read_meta(folder: Path) -> dict[str, Any]:
             + (f"run python {prepare}" if prepare.exists() else "see data/ for the ones there are, "
                "or make one of your own text with python data/text/prepare.py --input=FILE")
         )  # fmt: skip
+    path = folder / "meta.json"
     try:
-        return json.loads((folder / "meta.json").read_text(encoding="utf-8"))
+        meta = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return {}
-    except ValueError as error:
-        raise ValueError(f"{folder / 'meta.json'} is not valid JSON: {error}") from None
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is not valid JSON: {error}") from None
+    check_meta(meta, str(path))
+    return meta
 
 
 class DataSet:
@@ -83,7 +87,10 @@ class DataSet:
 
 
 class TokenFile:
-    """A memory-mapped file of token ids, checked on opening.
+    """A file of token ids, checked on opening.
+
+    It is read and not mapped: a mapped file's pages add up to resident memory, and where the file
+    is cut short meanwhile, or its disk fails, the process dies of a signal and not of an error.
 
     Raises ValueError when it is missing, empty, of odd size, too short for one window of
     `block_size` tokens and its targets, or holds an id outside the vocabulary.
@@ -91,24 +98,26 @@ class TokenFile:
 
     def __init__(self, path: Path, block_size: int, vocab_size: int, dtype: str = "uint16"):
         self.path, self.block_size, self.vocab_size = path, block_size, vocab_size
+        self.dtype = np.dtype(dtype).newbyteorder("<")
         if not path.exists():
             raise ValueError(f"{path} is missing: prepare the data set again")
-        size, width = path.stat().st_size, np.dtype(dtype).itemsize
+        size, width = path.stat().st_size, self.dtype.itemsize
         if size == 0 or size % width:
             raise ValueError(
                 f"{path} has {size} bytes, not a positive multiple of {width} ({dtype} tokens): "
                 "prepare the data set again"
             )
-        self.tokens = np.memmap(path, dtype=np.dtype(dtype).newbyteorder("<"), mode="r")
-        if len(self.tokens) <= block_size:
+        self.n_tokens = size // width
+        if self.n_tokens <= block_size:
             raise ValueError(
-                f"{path} has {len(self.tokens)} tokens, but block_size={block_size} needs at "
-                f"least {block_size + 1}: use more data or --block_size={len(self.tokens) - 1}"
+                f"{path} has {self.n_tokens} tokens, but block_size={block_size} needs at "
+                f"least {block_size + 1}: use more data or --block_size={self.n_tokens - 1}"
             )
-        scanned = self.tokens[:SCAN_TOKENS]
-        for start in range(0, len(scanned), 2**24):
-            self.check(scanned[start : start + 2**24])
-        self.release()
+        self.file = open(path, "rb", buffering=0)
+        self.reading = threading.Lock()  # evaluation and the loader's thread move one position
+        scanned = min(self.n_tokens, SCAN_TOKENS)
+        for start in range(0, scanned, 2**24):
+            self.check(self.read(np.array([start]), min(2**24, scanned - start)))
 
     def check(self, ids: np.ndarray) -> None:
         """Raises ValueError if an id is outside the vocabulary (on a GPU it would be an assert)."""
@@ -118,16 +127,29 @@ class TokenFile:
                 f"{self.vocab_size}: set --vocab_size, or prepare the data set again"
             )
 
-    def release(self) -> None:
-        """Unmap the pages read so far, so that resident memory stays constant (the OS caches)."""
-        if hasattr(mmap, "MADV_DONTNEED"):
-            self.tokens._mmap.madvise(mmap.MADV_DONTNEED)
+    def read(self, starts: np.ndarray, length: int) -> np.ndarray:
+        """`length` tokens from each of the offsets `starts`, (len(starts), length).
+
+        Raises ValueError when the file has become shorter.
+        """
+        rows = np.empty((len(starts), length), self.dtype)
+        with self.reading:
+            for row, start in zip(rows, starts.tolist(), strict=True):
+                self.file.seek(start * self.dtype.itemsize)
+                if self.file.readinto(row) < row.nbytes:
+                    raise ValueError(
+                        f"{self.path} had {self.n_tokens} tokens when this run began and is "
+                        "shorter now: restore it, then go on with --init_from=resume"
+                    )
+        return rows
+
+    def beginning(self, length: int) -> np.ndarray:
+        """The first tokens, `length` at most."""
+        return self.read(np.zeros(1, np.int64), min(length, self.n_tokens))[0]
 
     def windows(self, starts: np.ndarray) -> np.ndarray:
         """The windows at token offsets `starts`, (len(starts), block_size + 1) int64."""
-        tokens = np.asarray(self.tokens)  # slicing a memmap itself is slow
-        ids = np.stack([tokens[s : s + self.block_size + 1] for s in starts]).astype(np.int64)
-        self.release()
+        ids = self.read(starts, self.block_size + 1).astype(np.int64)
         self.check(ids)
         return ids
 
@@ -155,7 +177,7 @@ class DataLoader:
         self.file, self.batch_size, self.seed, self.device = file, batch_size, seed, device
         self.accumulation, self.here, self.offset = accumulation, here, offset
         self.reader = ThreadPoolExecutor(max_workers=1)
-        n_tokens = len(file.tokens)
+        n_tokens = file.n_tokens
         self.windows_per_epoch = max(1, n_tokens // file.block_size - 1)
         self.phases = min(file.block_size, n_tokens - self.windows_per_epoch * file.block_size)
 
@@ -208,7 +230,7 @@ def validation_batches(
     Each of N processes takes every N-th batch. All get equally many, since they may exchange
     weights on the way; one that is left without has a batch in which no target counts (all -1).
     """
-    starts = np.linspace(0, len(file.tokens) - file.block_size - 1, n_sequences).astype(np.int64)
+    starts = np.linspace(0, file.n_tokens - file.block_size - 1, n_sequences).astype(np.int64)
     for first in range(0, n_sequences, here.world_size * batch_size):
         mine = starts[first + here.rank * batch_size :][:batch_size]
         windows = file.windows(mine if len(mine) else starts[:batch_size])

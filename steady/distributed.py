@@ -11,6 +11,7 @@ fsdp: PyTorch's FSDP2; every process holds its share of weights, gradients and o
 import atexit
 import os
 import sys
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -127,6 +128,22 @@ def start(here: Place, device: torch.device, backend: str, config: dict[str, Any
     if differing:
         listed = "; ".join(f"{key} is {[c.get(key) for c in configs]}" for key in differing)
         raise ValueError(f"the processes have different settings: {listed}")
+
+
+def first_does(here: Place, action: Callable[[], None]) -> None:
+    """Have the first process do what one has to do for all. If it raises an error about a file or a
+    value, the others end without a word."""
+    error = None
+    try:
+        if here.master:
+            action()
+    except (OSError, ValueError) as found:
+        error = found
+    failed = any_process(error is not None)
+    if error is not None:
+        raise error
+    if failed:
+        leave(1)
 
 
 def launcher() -> list[str]:

@@ -99,21 +99,14 @@ def stackable(parameters: list[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
         yield from (alike[i : i + n] for i in range(0, len(alike), n))
 
 
-def build_optimizer(
-    model: nn.Module,
-    config: dict[str, Any],
-    saved: dict[str, Any] | None = None,
-    compiled: bool = False,
-) -> AdamW:
+def build_optimizer(model: nn.Module, config: dict[str, Any], compiled: bool = False) -> AdamW:
     """AdamW, or Muon for the blocks' matrices and AdamW for the rest, as `config` (train.py's
     settings) says. Matrices and embeddings decay, norm weights do not.
 
-    Args:
-        saved: a checkpoint's optimizer state. Its moments are taken over, today's settings stay.
-        compiled: whether Muon's elementwise work is compiled.
+    compiled: whether Muon's elementwise work is compiled.
 
     The state is allocated now and not at the first step, so that what memory is left is known
-    before it. Raises ValueError if `saved` is another optimizer's.
+    before it.
     """
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
     matrices = [name for name, p in named.items() if p.dim() == 2 and name.startswith("blocks.")]
@@ -137,8 +130,6 @@ def build_optimizer(
             "exp_avg": torch.zeros_like(parameter),
             "exp_avg_sq": torch.zeros_like(parameter),
         }
-    if saved:
-        load_state(optimizer, saved)
     return optimizer
 
 
@@ -149,17 +140,28 @@ def all_parameters(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
 
 @torch.no_grad()
 def load_state(optimizer: AdamW, saved: dict[str, Any]) -> None:
-    """Copy a checkpoint's optimizer state; betas, weight decay and so on stay today's."""
-    was = "muon" if any(group.get("muon") for group in saved["param_groups"]) else "adamw"
+    """Copy a checkpoint's optimizer state; betas, weight decay and so on stay today's.
+
+    Raises ValueError if it is another optimizer's, or other parameters'.
+    """
+    parameters, states = all_parameters(optimizer), saved.get("state", {})
+    first = states.get(0) if isinstance(states.get(0), dict) else {}
+    was = "muon" if "momentum" in first else "adamw"
     now = "muon" if isinstance(optimizer, Muon) else "adamw"
-    if was != now:
-        raise ValueError(
-            f"the checkpoint was trained with optimizer={was}, whose state is of no use to {now}: "
-            f"resume with --optimizer={was}"
-        )
-    for i, parameter in enumerate(all_parameters(optimizer)):
-        for name, tensor in optimizer.state[parameter].items():
-            tensor.copy_(shard_like(saved["state"][i][name], tensor))
+    if first and was != now:
+        raise ValueError(f"it was trained with optimizer={was}: go on with --optimizer={was}")
+    for i, parameter in enumerate(parameters):
+        state = optimizer.state[parameter]
+        try:
+            found = {name: tensor.shape for name, tensor in states[i].items()}
+        except (KeyError, TypeError, AttributeError):
+            found = {}
+        if found != {name: tensor.shape for name, tensor in state.items()}:
+            raise ValueError(f"optimizer state of parameter {i} is missing or of another shape")
+        for name, tensor in state.items():
+            tensor.copy_(shard_like(states[i][name], tensor))
+    if len(states) != len(parameters):
+        raise ValueError(f"optimizer state of {len(states)} parameters, not {len(parameters)}")
 
 
 class Gradients:

@@ -3,7 +3,6 @@
 import contextlib
 import json
 import math
-import os
 import statistics
 import sys
 import textwrap
@@ -11,6 +10,8 @@ import time
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
+
+from steady.folder import whole_file
 
 from configurator import batch_note, read_settings, resolve
 
@@ -31,9 +32,8 @@ class RunLog:
         self.began, self.total_gib = time.monotonic(), None
         if self.keeps_metrics:
             kept = [entry for entry in read_metrics(self.path) if entry["iter"] < start_iter]
-            temporary = self.path.with_suffix(".tmp")
-            temporary.write_text("".join(json.dumps(e) + "\n" for e in kept), encoding="utf-8")
-            os.replace(temporary, self.path)
+            with whole_file(self.path) as file:
+                file.write("".join(json.dumps(e) + "\n" for e in kept).encode())
         self.bar = self.wandb = None
         if quiet:
             return
@@ -208,12 +208,19 @@ class RunLog:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The entries of a metrics.jsonl, without lines that a crash or a full disk cut short."""
+    """The entries of a metrics.jsonl, without lines that are none of ours."""
+    return [entry for entry in read_json_lines(path) if type(entry.get("iter")) is int]
+
+
+def read_json_lines(path: Path) -> list[dict[str, Any]]:
+    """The objects in a file of one per line, without lines that a crash or full disk cut short."""
     entries = []
     if path.exists():
-        for line in path.read_text(encoding="utf-8").splitlines():
-            with contextlib.suppress(ValueError):
-                entries.append(json.loads(line))
+        for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+            with contextlib.suppress(ValueError, RecursionError):
+                entry = json.loads(line)
+                if isinstance(entry, dict):
+                    entries.append(entry)
     return entries
 
 

@@ -1,6 +1,7 @@
 """Text to token ids and back. `from_meta` rebuilds the tokenizer of a data set or checkpoint."""
 
 import json
+import reprlib
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -121,6 +122,18 @@ class HFTokenizer:
 
 
 META_KEYS = ("tokenizer", "alphabet", "json", "end_of_text")  # what checkpoints keep of meta.json
+META_VALUES = {  # what meta.json may say: in words, and as a check
+    "tokenizer": ("char, byte, gpt2 or hf", lambda v: v in ("char", "byte", "gpt2", "hf")),
+    "alphabet": ("a text, no character twice",
+                 lambda v: isinstance(v, str) and 0 < len(set(v)) == len(v)),
+    "json": ("a tokenizer.json as text", lambda v: isinstance(v, str)),
+    "end_of_text": ("a token id or null",
+                    lambda v: v is None or type(v) is int and 0 <= v < 2**32),
+    "vocab_size": ("an integer from 1 to 2**32", lambda v: type(v) is int and 0 < v <= 2**32),
+    "dtype": ("uint16 or uint32", lambda v: v in ("uint16", "uint32")),
+    "unigram_entropy": ("a number", lambda v: type(v) in (int, float) and 0 <= v < 100),
+}  # fmt: skip
+NEEDED_KEY = {"char": "alphabet", "hf": "json"}  # by tokenizer
 
 
 def find_folder(source: str, patterns: list[str]) -> Path:
@@ -231,6 +244,25 @@ def named(name: str) -> Tokenizer:
             "text of your own char"
         )
     return from_meta({"tokenizer": name})
+
+
+def check_meta(meta: Any, source: str) -> None:
+    """Raises ValueError that names `source` and the key if `meta` is not what meta.json may be."""
+    if not isinstance(meta, dict):
+        raise ValueError(f"{source} must hold a JSON object, not a {type(meta).__name__}")
+    for key, (words, holds) in META_VALUES.items():
+        asked = key in meta or key == NEEDED_KEY.get(meta.get("tokenizer"))
+        if asked and not holds(meta.get(key)):
+            found = reprlib.repr(meta[key]) if key in meta else "missing"
+            raise ValueError(
+                f'{source}: "{key}" must be {words}, but is {found}: prepare the data set again'
+            )
+    size = len(meta.get("alphabet", ""))
+    if size and meta.get("vocab_size", size) != size:
+        raise ValueError(
+            f'{source}: "vocab_size" is {meta["vocab_size"]}, but "alphabet" has {size} '
+            "characters: prepare the data set again"
+        )
 
 
 def from_meta(meta: dict[str, Any]) -> Tokenizer:

@@ -17,6 +17,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "data")]
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # no test depends on a network
 
+from steady import folder  # noqa: E402
 from steady.prepare import split_text, write_dataset  # noqa: E402
 from steady.tokenizer import CharTokenizer  # noqa: E402
 
@@ -89,6 +90,8 @@ def run(monkeypatch, capsys):
             for signum, handler in handlers.items():
                 signal.signal(signum, handler)
             sys.path[:], sys.excepthook = path, hook
+            while folder.held:  # the end of its process
+                os.close(folder.held.pop())
         return capsys.readouterr().out
 
     return run_script

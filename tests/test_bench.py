@@ -32,6 +32,13 @@ def test_bench_passes_on_what_train_says_when_it_fails(start):
     assert "error: n_embd=32 is not divisible by n_head=3" in process.stdout.read()
 
 
+@pytest.mark.parametrize("vocab_size", [-5, 10**12])
+def test_bench_refuses_a_vocabulary_that_no_token_file_can_hold(run, vocab_size):
+    message = f"vocab_size={vocab_size} must be at least 0 and at most 2\\*\\*32"
+    with pytest.raises(ValueError, match=message):
+        run("bench.py", *TINY, f"--vocab_size={vocab_size}")
+
+
 def test_compare_finds_a_slower_model(start, tmp_path):
     shutil.copytree(ROOT / "steady", tmp_path / "steady")
     fast = (ROOT / "model.py").read_text(encoding="utf-8")

@@ -1,20 +1,25 @@
+import contextlib
 import os
 import pickle
+import random
+import re
+import shutil
 import subprocess
 import sys
 
 from steady import checkpoint
+from steady.distributed import Place
 
 import pytest
 import torch
-from conftest import ROOT
+from conftest import ROOT, TINY
 
 
 def test_round_trip(tmp_path):
     path = tmp_path / "ckpt.pt"
     content = {"model": {"w": torch.randn(3, 3)}, "iter_num": 7, "config": {"a": 1.5, "b": "x"}}
     checkpoint.save(path, content)
-    loaded = checkpoint.load(path)
+    loaded = checkpoint.read(path)
     assert torch.equal(loaded["model"]["w"], content["model"]["w"])
     assert loaded["iter_num"] == 7 and loaded["config"] == content["config"]
     assert os.listdir(tmp_path) == ["ckpt.pt"]
@@ -102,7 +107,7 @@ def test_f30_full_disk_keeps_the_old_checkpoint(tmp_path):
     checkpoint.save(path, {"iter_num": 1})
     big = "{'iter_num': 2, 'w': torch.randn(100_000)}"
     assert save_with_full_disk(tmp_path, f"checkpoint.save(Path(sys.argv[1]), {big})") == 3
-    assert checkpoint.load(path)["iter_num"] == 1
+    assert checkpoint.read(path)["iter_num"] == 1
     assert os.listdir(tmp_path) == ["ckpt.pt"]
     assert save_with_full_disk(tmp_path, f"torch.save({big}, sys.argv[1])") != 0
     with pytest.raises(ValueError, match="damaged"):  # the naive way destroyed it
@@ -126,7 +131,7 @@ def test_f30_kill_while_saving_keeps_a_whole_checkpoint(tmp_path):
     process.kill()
     process.wait()
     process.stdout.close()
-    assert checkpoint.load(path)["iter_num"] >= 5
+    assert checkpoint.read(path)["iter_num"] >= 5
 
 
 def test_differing_architecture_names_the_keys(tmp_path):
@@ -136,10 +141,164 @@ def test_differing_architecture_names_the_keys(tmp_path):
     checkpoint.check_same_model(saved, {"n_layer": 2, "n_head": 4, "dropout": 0.5}, tmp_path)
 
 
-def test_earlier_run_is_moved_aside_not_overwritten(tmp_path, capsys):
-    checkpoint.set_aside(tmp_path)
-    assert capsys.readouterr().out == "" and not list(tmp_path.iterdir())
-    (tmp_path / "ckpt.pt").write_text("old")
-    checkpoint.set_aside(tmp_path)
-    assert (tmp_path / "previous" / "ckpt.pt").read_text() == "old"
-    assert "previous" in capsys.readouterr().out
+# ---- flipped bits, and content that is not what it should be ------------------------------------
+
+
+def flipped(path, place):
+    """The file `path` with one of its bits turned round."""
+    content = bytearray(path.read_bytes())
+    content[place // 8] ^= 1 << place % 8
+    path.with_name("flipped.pt").write_bytes(content)
+    return path.with_name("flipped.pt")
+
+
+def same(a, b):
+    if isinstance(a, torch.Tensor):
+        return isinstance(b, torch.Tensor) and torch.equal(a, b)
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
+    return type(a) is type(b) and a == b
+
+
+def test_f46_a_flipped_bit_is_refused_or_changes_nothing(tmp_path):
+    """500 of them: STEADY_FLIPS=500."""
+    path, draw = tmp_path / "ckpt.pt", random.Random(1)
+    content = {"model": {"w": torch.randn(40, 40)}, "iter_num": 7, "config": {"a": 1.5, "b": "x"}}
+    checkpoint.save(path, content)
+    bits = 8 * path.stat().st_size
+    loaded, naive = checkpoint.read(path), 0
+    for place in draw.sample(range(bits), int(os.environ.get("STEADY_FLIPS", 60))):
+        damaged = flipped(path, place)
+        try:
+            assert same(checkpoint.read(damaged), loaded), f"bit {place}"
+        except ValueError as error:
+            assert "\n" not in str(error) and "flipped.pt" in str(error)
+        with contextlib.suppress(Exception):
+            naive += not same(torch.load(damaged), loaded)
+    assert naive > 10  # what torch.load gives back without a word
+
+
+def test_f46_a_disk_that_gives_back_something_else_keeps_the_old_checkpoint(tmp_path, monkeypatch):
+    path, sync = tmp_path / "ckpt.pt", os.fsync
+    checkpoint.save(path, {"iter_num": 1})
+
+    def turn_a_bit(descriptor):
+        sync(descriptor)
+        (written,) = tmp_path.glob("*.tmp")
+        written.write_bytes(flipped(written, 8 * 80).read_bytes())
+        (tmp_path / "flipped.pt").unlink()
+
+    monkeypatch.setattr("steady.folder.os.fsync", turn_a_bit)
+    said = []
+    assert not checkpoint.try_save(path, {"iter_num": 2}, Place(), said.append)
+    assert "the last good one is kept" in said[0] and "checksum" in said[0]
+    assert os.listdir(tmp_path) == ["ckpt.pt"] and checkpoint.read(path)["iter_num"] == 1
+
+
+def weights(iteration):
+    return {
+        "model": {"w": torch.zeros(2, 2)}, "model_config": {}, "tokenizer": {"tokenizer": "byte"},
+        "iter_num": iteration, "best_val_loss": 1.5,
+    }  # fmt: skip
+
+
+def test_f46_a_damaged_checkpoint_says_what_else_there_is(tmp_path):
+    (tmp_path / "previous").mkdir()
+    for name, iteration in (("ckpt.pt", 30), ("best.pt", 20), ("previous/ckpt.pt", 10)):
+        checkpoint.save(tmp_path / name, weights(iteration))
+    shutil.copy(flipped(tmp_path / "ckpt.pt", 8 * 200), tmp_path / "ckpt.pt")
+    with pytest.raises(ValueError) as error:
+        checkpoint.load(tmp_path / "ckpt.pt")
+    assert re.fullmatch(
+        r".*ckpt.pt is damaged .* checksum; good ones are .*best.pt \(iteration 20, weights only.*"
+        r"\) and .*previous/ckpt.pt \(iteration 10, the run before: --out_dir=.*/previous\)",
+        str(error.value),
+    )
+    shutil.copy(tmp_path / "ckpt.pt", tmp_path / "best.pt")
+    with pytest.raises(ValueError, match="good ones are .*previous/ckpt.pt") as error:
+        checkpoint.load(tmp_path / "best.pt")
+    assert str(error.value).count("iteration") == 1  # what is damaged too is not recommended
+
+
+@pytest.mark.parametrize("kind", [IndexError, AttributeError, TypeError, AssertionError])
+def test_f46_whatever_the_unpickler_raises_is_one_line(tmp_path, monkeypatch, kind):
+    path = tmp_path / "ckpt.pt"
+    checkpoint.save(path, {"iter_num": 1})
+
+    def fails(*arguments, **options):
+        raise kind("pop from empty list\nand more")
+
+    monkeypatch.setattr(torch, "load", fails)
+    with pytest.raises(ValueError, match="damaged or not a checkpoint: pop from empty list$"):
+        checkpoint.load(path)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"model": None}, "model is None, not a dict"),
+        ({"model": ...}, "model is missing, not a dict"),
+        ({"iter_num": "7"}, "iter_num is '7', not a int"),
+        ({"iter_num": True}, "iter_num is True"),
+        ({"iter_num": -1}, "iter_num is -1"),
+        ({"best_val_loss": float("nan")}, "best_val_loss is nan"),
+        ({"tokenizer": {"tokenizer": "char"}}, 'tokenizer: "alphabet" must be .* but is missing'),
+    ],
+)
+def test_a_key_that_is_missing_or_mistyped_is_named(tmp_path, changed, message):
+    path = tmp_path / "ckpt.pt"
+    content = {k: v for k, v in (weights(3) | changed).items() if v is not ...}
+    checkpoint.save(path, content)
+    with pytest.raises(ValueError, match=f"ckpt.pt.*{message}"):
+        checkpoint.load(path)
+
+
+def without(content, key):
+    return {name: value for name, value in content.items() if name != key}
+
+
+def reshaped(content):
+    """Whose last tensor is one element shorter."""
+    name, tensor = list(content.items())[-1]
+    return content | {name: tensor[:-1]}
+
+
+WRONG_CONTENT = [  # key, what becomes of it, what sample.py and convert.py say, and train.py
+    ("model", lambda model: {}, "does not fit its own model_config in blocks.0.*and 16 more"),
+    ("model", reshaped, "does not fit its own model_config in lm_head.weight"),
+    ("model", lambda model: model | {"lm_head.weight": "x"}, "model_config in lm_head.weight"),
+    ("model", lambda model: without(model, "final_norm.weight"), "model_config in final_norm.wei"),
+    ("model_config", lambda config: {}, "model_config: missing or unknown block_size, dropout"),
+    ("model_config", lambda config: without(config, "rope_theta"), "missing or unknown rope_theta"),
+    ("model_config", lambda config: config | {"n_layer": "2"}, "n_layer='2' is not of type int"),
+    ("model_config", lambda config: config | {"n_layer": -2}, "n_layer=-2 must be at least 1"),
+    ("pretrained_dtype", lambda dtype: 5, "pretrained_dtype is 5"),
+]
+WRONG_STATE = [
+    ("sequences", lambda n: None, "sequences is None, not a int"),
+    ("optimizer", lambda state: {}, "optimizer state of parameter 0 is missing"),
+    ("optimizer", lambda state: state | {"state": {0: 1}}, "optimizer state of parameter 0"),
+    ("optimizer", lambda state: state | {"state": without(state["state"], 1)}, "of parameter 1"),
+    ("optimizer", lambda state: {"state": state["state"] | {2: reshaped(state["state"][2])}},
+     "optimizer state of parameter 2 is missing or of another shape"),
+    ("optimizer", lambda state: {"state": state["state"] | {999: {}}}, "state of 21 parameters"),
+    ("scaler", lambda state: {"scale": "x"}, "scaler must hold scale, growth_factor"),
+]  # fmt: skip
+
+
+def test_content_that_does_not_fit_is_named_wherever_a_checkpoint_is_read(run, sums, tmp_path):
+    train = ["train.py", *TINY, f"--dataset={sums}", f"--out_dir={tmp_path}", "--dtype=float16"]
+    resume = [*train, "--init_from=resume"]
+    run(*train, "--max_iters=1", "--dtype=float32")
+    path = tmp_path / "ckpt.pt"
+    good = checkpoint.load(path)
+    run(*resume, "--max_iters=2")  # as float16 after float32: with a new scaler
+    assert checkpoint.load(path)["scaler"]["scale"] == 65536
+    named = [f"--out_dir={tmp_path}", "--ckpt=ckpt.pt"]
+    others = ["sample.py", *named], ["convert.py", *named, f"--to={tmp_path / 'exported'}"]
+    for i, (key, change, message) in enumerate(WRONG_CONTENT + WRONG_STATE):
+        checkpoint.save(path, good | {key: change(good.get(key))})
+        for command in (resume, others[i % 2]) if i < len(WRONG_CONTENT) else (resume,):
+            with pytest.raises(ValueError, match=f"ckpt.pt.*{message}") as error:
+                run(*command)
+            assert "\n" not in str(error.value), command[0]

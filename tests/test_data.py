@@ -38,7 +38,7 @@ class LargeTokenizer:
         return [65536 + ord(c) for c in text]
 
     def meta(self):
-        return {"tokenizer": "large"}
+        return {"tokenizer": "byte"}
 
 
 def test_f37_vocabularies_above_65536_are_written_as_uint32_without_wrapping(tmp_path):

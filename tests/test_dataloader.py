@@ -208,3 +208,54 @@ def test_a_bad_batch_ends_the_run_instead_of_hanging(tmp_path, monkeypatch):
     bad = DataLoader(TokenFile(path, 8, 65), 2, 1, 1, CPU)
     with pytest.raises(ValueError, match="token id 70"):
         next(bad.micro_batches(0))
+
+
+BROKEN_META = [
+    ("[1, 2]", "must hold a JSON object, not a list"),
+    ("null", "must hold a JSON object, not a NoneType"),
+    ("[" * 100_000, "is not valid JSON"),
+    ('{"vocab_size": ' + "[" * 500 + "]" * 500 + "}", '"vocab_size" must be an integer from 1'),
+    ('{"dtype": "float32"}', '"dtype" must be uint16 or uint32, but is .float32.'),
+    ('{"dtype": "int8"}', '"dtype" must be uint16 or uint32, but is .int8.'),
+    ('{"dtype": "object"}', '"dtype" must be uint16 or uint32, but is .object.'),
+    ('{"dtype": ["uint16"]}', '"dtype" must be uint16 or uint32'),
+    ('{"vocab_size": "13"}', '"vocab_size" must be an integer from 1 to'),
+    ('{"vocab_size": true}', '"vocab_size" must be an integer from 1 to'),
+    ('{"vocab_size": 13.0}', '"vocab_size" must be an integer from 1 to'),
+    ('{"vocab_size": 1e400}', '"vocab_size" must be an integer from 1 to'),
+    ('{"vocab_size": -5}', '"vocab_size" must be an integer from 1 to'),
+    ('{"tokenizer": "large"}', '"tokenizer" must be char, byte, gpt2 or hf, but is .large.'),
+    ('{"tokenizer": ["char"]}', '"tokenizer" must be char, byte, gpt2 or hf'),
+    ('{"tokenizer": null}', '"tokenizer" must be char, byte, gpt2 or hf, but is None'),
+    ('{"tokenizer": "char"}', '"alphabet" must be a text, no character twice, but is missing'),
+    ('{"tokenizer": "char", "alphabet": ["a"]}', '"alphabet" must be a text'),
+    ('{"tokenizer": "char", "alphabet": "aa"}', '"alphabet" must be a text, no character twice'),
+    ('{"tokenizer": "char", "alphabet": "ab", "vocab_size": 64}', '"alphabet" has 2 characters'),
+    ('{"tokenizer": "hf"}', '"json" must be a tokenizer.json as text, but is missing'),
+    ('{"end_of_text": "x"}', '"end_of_text" must be a token id or null'),
+    ('{"unigram_entropy": "x"}', '"unigram_entropy" must be a number'),
+    ('{"unigram_entropy": NaN}', '"unigram_entropy" must be a number, but is nan'),
+]
+
+
+def test_f49_metadata_of_every_wrong_shape_is_one_line_that_names_file_and_key(tmp_path):
+    """With "object" the ids were pointers, with the other types they were garbage."""
+    write(tmp_path / "train.bin", [1] * 20)
+    for content, message in BROKEN_META:
+        (tmp_path / "meta.json").write_text(content)
+        with pytest.raises(ValueError, match=f"meta.json.*{message}") as error:
+            read_meta(tmp_path)
+        assert "\n" not in str(error.value)
+
+
+def test_f51_a_file_cut_short_while_it_is_read_is_an_error_not_a_signal(tmp_path):
+    path = write(tmp_path / "train.bin", np.arange(50_000))
+    cut = loader(path)
+    batches = cut.micro_batches(0)
+    next(batches)
+    os.truncate(path, 0)
+    with pytest.raises(ValueError, match="train.bin had 50000 tokens .* is shorter now"):
+        for _ in range(3):
+            next(batches)
+    with pytest.raises(ValueError, match="train.bin had 50000 tokens .* is shorter now"):
+        next(validation_batches(cut.file, 4, 32, CPU))

@@ -307,6 +307,19 @@ hardware.peak_flops = lambda device, dtype, devices: devices * 1e12
 """
 
 
+def test_f45_a_folder_in_use_ends_all_processes_and_one_says_so(launch, tmp_path):
+    hold = "import sys; from pathlib import Path; from steady import folder; "
+    hold += "folder.claim(Path(sys.argv[1])); print(flush=True); sys.stdin.read()"
+    command = [sys.executable, "-c", hold, str(tmp_path)]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen(command, cwd=ROOT, **pipes) as other:
+        other.stdout.readline()
+        first, second = launch(2, tmp_path, fails=True)
+        other.stdin.close()
+    assert re.fullmatch(r".*error: another run is writing to out_dir=.*: stop it first.*\n", first)
+    assert second == ""
+
+
 def test_f20_mfu_counts_every_process(launch, tmp_path):
     launch(2, tmp_path, "--max_iters=2", code=KNOWN_PEAK)
     config = GPTConfig(**checkpoint.load(tmp_path / "ckpt.pt")["model_config"])

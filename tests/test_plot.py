@@ -1,8 +1,15 @@
 import json
 
-from steady.runlog import training_clock
+from steady.runlog import read_metrics, training_clock
 
 import pytest
+
+FOREIGN_LINES = (
+    b'[1, 2]\n3\nnull\n"iter"\n{"loss": 1.0}\n{"iter": "5", "loss": 1.0}\n{"iter": null}\n'
+    b"\xff\xfe\n"
+    + b"[" * 100_000
+    + b'\n{"iter": 5, "loss": "x"}\n{"iter": 6, "loss": 1.0, "lr": null}\n'
+)
 
 
 def write(folder, n):
@@ -49,6 +56,15 @@ def test_time_is_that_of_training_steps_alone():
     assert tokens[6:9] == [27300, 27360, 27460] and len(tokens) == 13
 
 
+def test_lines_of_another_kind_are_left_out(run, tmp_path):
+    pytest.importorskip("matplotlib")
+    write(tmp_path / "out", 20)
+    with open(tmp_path / "out" / "metrics.jsonl", "ab") as file:
+        file.write(FOREIGN_LINES)
+    assert len(read_metrics(tmp_path / "out" / "metrics.jsonl")) == 22 + 2
+    assert "wrote" in run("plot.py", tmp_path / "out", f"--png={tmp_path / 'runs.png'}")
+
+
 def test_bad_input_is_one_line(run, tmp_path):
     pytest.importorskip("matplotlib")
     with pytest.raises(ValueError, match="which runs"):
@@ -56,5 +72,7 @@ def test_bad_input_is_one_line(run, tmp_path):
     with pytest.raises(ValueError, match="has nothing to draw"):
         run("plot.py", tmp_path)
     write(tmp_path / "out", 20)
+    with pytest.raises(ValueError, match="smooth=1e.308 must be at least 0 and at most 1"):
+        run("plot.py", tmp_path, "--smooth=1e308")
     with pytest.raises(ValueError, match="cannot write --png=.*xyz: Format 'xyz'"):
         run("plot.py", tmp_path / "out", f"--png={tmp_path}/runs.xyz")

@@ -1,0 +1,95 @@
+"""The folder of a run: one run at a time writes to it, and files appear there only when whole."""
+
+import contextlib
+import errno
+import os
+import secrets
+import socket
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None
+
+held: list[int] = []  # locked files, which stay open until the process ends
+
+
+def claim(out_dir: Path) -> None:
+    """Create `out_dir` and lock it for this process, until that has ended.
+
+    The lock is the system's, so that a process that is killed leaves none behind, and belongs to
+    the process alone: what it has started, and may outlive it, does not hold it. (flock's would be
+    theirs too.)
+
+    Raises ValueError if nothing can be written there, or if another run does.
+    """
+    try:
+        out_dir.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=out_dir):
+            pass
+        lock = os.open(out_dir / ".lock", os.O_RDWR | os.O_CREAT, 0o666)
+    except OSError as error:
+        raise ValueError(f"cannot write to out_dir={out_dir}: {error.strerror}") from None
+    try:
+        if fcntl is None:
+            raise OSError(errno.ENOLCK, "this system has no locks")
+        fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in (errno.EACCES, errno.EAGAIN):
+            holder = os.read(lock, 200).decode("utf-8", "replace") or "unknown"
+            raise ValueError(
+                f"another run is writing to out_dir={out_dir} ({holder}): stop it first, or use "
+                "another --out_dir"
+            ) from None
+        print(f"note: {out_dir} cannot be locked ({error.strerror}): let no other run write there")
+        return
+    held.append(lock)
+    with contextlib.suppress(OSError):
+        os.ftruncate(lock, 0)
+        os.write(lock, f"process {os.getpid()} on {socket.gethostname()}".encode())
+    for left_behind in out_dir.glob("*.tmp"):  # by a run that was killed while it wrote
+        left_behind.unlink(missing_ok=True)
+
+
+def set_aside(out_dir: Path) -> None:
+    """Move an earlier run's files to `out_dir/previous`, so that a new run cannot destroy them."""
+    found = [out_dir / name for name in ("ckpt.pt", "best.pt", "metrics.jsonl")]
+    found = [path for path in found if path.exists()]
+    if found:
+        (out_dir / "previous").mkdir(exist_ok=True)
+        for path in found:
+            os.replace(path, out_dir / "previous" / path.name)
+        print(f"note: moved an earlier run's files to {out_dir / 'previous'}")
+
+
+@contextlib.contextmanager
+def whole_file(path: Path, check: Callable[[Path], None] | None = None) -> Iterator[BinaryIO]:
+    """A file to write to, which takes the place of `path` at the end of the `with` block.
+
+    Until then it has a name of its own. An error on the way, of `check` too, which is called with
+    that name when all is on disk, leaves `path` as it was; a crash or a full disk does so too.
+    """
+    temporary = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")
+    try:
+        with open(temporary, "wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+            if hasattr(os, "posix_fadvise"):  # so that `check` reads the disk, not what is cached
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        if check is not None:
+            check(temporary)
+        os.replace(temporary, path)
+    except BaseException as error:
+        temporary.unlink(missing_ok=True)
+        if isinstance(error, OSError) and error.filename is None:
+            error.filename = str(path)  # the system's error about a full disk names no file
+        raise
+    if os.name == "posix":  # make the rename itself durable
+        folder = os.open(path.parent, os.O_RDONLY)
+        os.fsync(folder)
+        os.close(folder)

@@ -1,0 +1,103 @@
+import errno
+import os
+import subprocess
+import sys
+
+from steady import folder
+
+import pytest
+from conftest import ROOT, TINY
+
+HOLD = """
+import sys, time
+from pathlib import Path
+from steady import folder
+folder.claim(Path(sys.argv[1]))
+print("claimed", flush=True)
+time.sleep(100)
+"""
+
+
+@pytest.fixture
+def other_run():
+    """Start a process that claims a folder and holds it: `other_run(path)` is a Popen."""
+    running = []
+
+    def start_other(path):
+        command = [sys.executable, "-c", HOLD, str(path)]
+        running.append(subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE))
+        assert running[-1].stdout.readline() == b"claimed\n"
+        return running[-1]
+
+    yield start_other
+    for process in running:
+        process.kill()
+        process.communicate()
+
+
+def test_f45_a_second_run_in_the_folder_is_refused_and_changes_nothing(
+    run, sums, tmp_path, other_run
+):
+    (tmp_path / "ckpt.pt").write_text("an earlier run's")
+    first = other_run(tmp_path)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    arguments = [*TINY, f"--dataset={sums}", f"--out_dir={tmp_path}"]
+    with pytest.raises(ValueError, match="another run is writing to .*process .* on .*: stop it"):
+        run("train.py", *arguments)
+    assert "val loss" in run("train.py", *arguments, "--eval_only=True")  # it writes nothing
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+    first.kill()
+    first.wait()
+    other_run(tmp_path)  # the system has taken the lock back
+
+
+def test_f45_a_lock_does_not_outlive_its_process_in_one_that_it_started(tmp_path, other_run):
+    """As compiling processes do, for a moment. With flock they would hold it."""
+    forks = HOLD.replace('print("claimed', 'import os; os.fork() and print("claimed')
+    first = subprocess.Popen(
+        [sys.executable, "-c", forks, str(tmp_path)],
+        cwd=ROOT, stdout=subprocess.PIPE, start_new_session=True,
+    )  # fmt: skip
+    assert first.stdout.readline() == b"claimed\n"
+    first.kill()
+    first.wait()
+    other_run(tmp_path)
+    os.killpg(first.pid, 9)
+    first.communicate()
+
+
+def test_f45_what_a_killed_run_left_is_removed_by_the_next(tmp_path):
+    (tmp_path / "ckpt.pt.0a1b2c3d.tmp").write_text("half")
+    folder.claim(tmp_path)
+    assert os.listdir(tmp_path) == [".lock"]
+
+
+def test_f45_where_there_are_no_locks_it_is_said(tmp_path, monkeypatch, capsys):
+    def unsupported(*arguments):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(folder.fcntl, "lockf", unsupported)
+    folder.claim(tmp_path)
+    assert "cannot be locked (No locks available): let no other" in capsys.readouterr().out
+    monkeypatch.setattr(folder, "fcntl", None)  # Windows
+    folder.claim(tmp_path)
+    assert "cannot be locked" in capsys.readouterr().out
+
+
+def test_a_full_disk_names_the_file_and_leaves_it_as_it_was(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("old")
+    with pytest.raises(OSError, match="No space left on device: .*metrics.jsonl"):
+        with folder.whole_file(path) as file:
+            file.write(b"new")
+            raise OSError(errno.ENOSPC, "No space left on device")
+    assert os.listdir(tmp_path) == ["metrics.jsonl"] and path.read_text() == "old"
+
+
+def test_earlier_run_is_moved_aside_not_overwritten(tmp_path, capsys):
+    folder.set_aside(tmp_path)
+    assert capsys.readouterr().out == "" and not list(tmp_path.iterdir())
+    (tmp_path / "ckpt.pt").write_text("old")
+    folder.set_aside(tmp_path)
+    assert (tmp_path / "previous" / "ckpt.pt").read_text() == "old"
+    assert "previous" in capsys.readouterr().out
