@@ -2,11 +2,11 @@
 not finite; and the command that goes on from there."""
 
 import math
-import os
 import shlex
 import signal
 import sys
 
+from steady import output
 from steady.distributed import launcher
 
 
@@ -19,7 +19,6 @@ class StopRequest:
 
     def __init__(self, alone: bool, announce: bool):
         self.requested, self.alone, self.announce = False, alone, announce
-        self.terminals = [stream for stream in (1, 2) if os.isatty(stream)]
         self.hang_up = getattr(signal, "SIGHUP", None)  # not known on Windows
         for signum in (signal.SIGINT, signal.SIGTERM):
             signal.signal(signum, self.request)
@@ -30,12 +29,9 @@ class StopRequest:
         self.requested = True
         once_more_counts = self.alone and signum != self.hang_up
         signal.signal(signum, signal.default_int_handler if once_more_counts else signal.SIG_IGN)
-        if signum == self.hang_up:  # what is printed from here on would fail
-            for stream in self.terminals:
-                os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
-        if self.announce:
+        if self.announce:  # not by print, which the signal may have interrupted
             again = b"; once more stops at once" if once_more_counts else b""
-            os.write(1, b"\nstopping after this step and saving" + again + b"\n")
+            output.write((1, 2), b"\nstopping after this step and saving" + again + b"\n")
 
 
 def require_finite(losses: dict[str, float], iter_num: int, out_dir: str) -> None:
