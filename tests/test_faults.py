@@ -2,8 +2,6 @@
 
 import os
 import signal
-import subprocess
-import sys
 import time
 
 from steady import checkpoint
@@ -11,7 +9,7 @@ from steady.runlog import read_metrics
 
 import forked
 import pytest
-from conftest import ROOT, TINY
+from conftest import TINY
 
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1"}
 LONG = [*TINY, "--max_iters=1000000"]
