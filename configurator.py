@@ -38,12 +38,13 @@ CHOICES = {
 RANGES = (
     # what has an upper end here would overflow, or take longer than anybody waits
     ("at least 1 and at most 2147483647", lambda value: 1 <= value < 2**31, (
-        "batch_size", "gradient_accumulation_steps", "block_size", "eval_iters", "num_samples",
-        "max_new_tokens", "steps", "warmup_steps", "processes",
+        "block_size", "eval_iters", "max_new_tokens", "steps", "warmup_steps",
     )),
     ("at least 1 and at most 1000000", lambda value: 1 <= value <= 10**6, (
-        "n_layer", "n_head", "n_embd",
+        "batch_size", "gradient_accumulation_steps", "n_head", "n_embd", "num_samples",
+        "processes",
     )),
+    ("at least 1 and at most 10000", lambda value: 1 <= value <= 10**4, ("n_layer",)),
     ("at least 0 and at most 1000000", lambda value: 0 <= value <= 10**6, (
         "n_kv_head", "n_hidden", "head_dim",
     )),
