@@ -49,8 +49,8 @@ RANGES = (
         "n_kv_head", "n_hidden", "head_dim",
     )),
     ("at least 0 and at most 4294967296", lambda value: 0 <= value <= 2**32, ("vocab_size",)),
-    ("an integer of 64 bits and at least 1", lambda value: 1 <= value < 2**63, ("log_interval",)),
-    ("an integer of 64 bits and at least 0", lambda value: 0 <= value < 2**63, (
+    ("at least 1 and below 2**63", lambda value: 1 <= value < 2**63, ("log_interval",)),
+    ("at least 0 and below 2**63", lambda value: 0 <= value < 2**63, (
         "eval_interval", "sample_interval", "max_iters", "warmup_iters", "lr_decay_iters", "top_k",
     )),
     ("at least 0 and finite", lambda value: 0 <= value < math.inf, (

@@ -367,6 +367,18 @@ def test_wandb_failure_never_stops_training(run, sums, tmp_path, monkeypatch):
     assert len(losses(tmp_path)) == 2
 
 
+def test_wandb_failing_at_its_end_is_a_warning(run, sums, tmp_path, monkeypatch):
+    def finish():
+        raise RuntimeError("connection lost")
+
+    wandb = types.SimpleNamespace(id="1", log=lambda *entry, **step: None, finish=finish)
+    wandb.init = lambda **arguments: wandb
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    shown = train(run, tmp_path, sums, "--wandb_log=True", "--max_iters=2")
+    assert "wandb failed at its end (RuntimeError: connection lost)" in shown
+    assert "finished at iteration 2" in shown
+
+
 def test_wandb_gets_every_entry_and_a_resumed_run_is_the_same_run(run, sums, tmp_path, monkeypatch):
     started, logged = [], []
 
