@@ -142,9 +142,10 @@ def interrupt(kind: str, data: Path, whole: Path, seconds: float) -> None:
                 command[1:1] = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
             line = shlex.join(["nohup", *command] if "nohup" in kind else command)
             line += f" 2>&1 | tee {folder / 'tee'}" if "tee" in kind else ""
+            line = f"trap : INT TERM HUP; {line}"  # bash itself stays until all have ended
             with log.open("w") as file:
                 process = subprocess.Popen(
-                    ["bash", "-c", f"set -o pipefail; {line}"], stdout=file, stderr=file,
+                    ["bash", "-c", line], stdout=file, stderr=file,
                     cwd=ROOT, start_new_session=True, env=os.environ | QUIET,
                 )  # fmt: skip
             ended = lambda: process.poll() is not None  # noqa: B023, E731
@@ -164,6 +165,8 @@ def interrupt(kind: str, data: Path, whole: Path, seconds: float) -> None:
         if not ended():
             send(signal.SIGKILL)
             return fail(kind, command, f"still there a minute after {signum.name}", folder)
+        if kind == "stop" and training and process.exitcode:
+            return fail(kind, command, f"status {process.exitcode} at {signum.name}", folder)
         text = log.read_text(errors="replace") if log.exists() else ""
         if "Traceback" in text and "torchrun" not in kind:
             return fail(kind, command, f"a traceback after {signum.name}", folder)
