@@ -41,9 +41,9 @@ import torch
 from configurator import configure, read_settings
 
 # how often
-kills = 20  # runs killed by SIGKILL
-stops = 12  # runs stopped by a signal
-fuzz = 300  # wrong inputs
+kills = 12  # runs killed by SIGKILL
+stops = 8  # runs stopped by a signal
+fuzz = 120  # wrong inputs
 seed = 1  # of what is tried
 limit_seconds = 60  # that a wrong input may take
 keep = False  # keep the folder of every failure
