@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 from steady import distributed, memory
 from steady.distributed import Place
 from steady.environment import Plan
@@ -13,7 +15,7 @@ GPT2_PARAMS = 123_587_328
 
 
 def gpt2_step(sequences, **more):
-    options = {"dtype": torch.bfloat16, "plan": COMPILED, "here": Place()} | more
+    options = {"dtype": torch.bfloat16, "plan": replace(COMPILED), "here": Place()} | more
     return Step(GPTConfig(), GPT2_PARAMS, sequences, **options)
 
 
