@@ -1,11 +1,12 @@
 # make demo: train a small model on Python's standard library and print samples from it
 # make test: lint and the CPU test suite
-# Both set up .venv the first time. PYTHON=python3.12 make ... picks another interpreter (>= 3.10).
+# make faults: kill, stop and mislead it at random for some minutes (before releases)
+# All set up .venv the first time. PYTHON=python3.12 make ... picks another interpreter (>= 3.10).
 
 PYTHON ?= python3
 VENV := .venv/bin
 
-.PHONY: demo test
+.PHONY: demo test faults
 
 demo: .venv/installed
 	@test -f data/stdlib_char/meta.json || $(VENV)/python data/stdlib_char/prepare.py
@@ -16,6 +17,9 @@ test: .venv/installed-dev
 	$(VENV)/ruff check .
 	$(VENV)/ruff format --check .
 	$(VENV)/python -m pytest -q -n 2 -m "not gpu" tests
+
+faults: .venv/installed-dev
+	$(VENV)/python dev/faults.py
 
 .venv/installed: requirements.txt constraints.txt
 	@echo "setting up .venv (once; torch is large, so this takes a few minutes)"

@@ -20,6 +20,7 @@ import difflib
 import io
 import math
 import os
+import signal
 import sys
 import tokenize
 from pathlib import Path
@@ -38,14 +39,23 @@ CHOICES = {
     "x": ("iter", "tokens", "time"),  # plot.py
 }
 RANGES = (
-    ("at least 1", lambda value: value >= 1, (
-        "batch_size", "gradient_accumulation_steps", "block_size", "eval_iters", "log_interval",
-        "n_layer", "n_head", "n_embd", "num_samples", "max_new_tokens", "steps", "warmup_steps",
-        "processes", "num_proc", "micro_batch", "eval_windows", "gpus",
+    # what has an upper end here would overflow, or take longer than anybody waits
+    ("at least 1 and at most 2147483647", lambda value: 1 <= value < 2**31, (
+        "block_size", "eval_iters", "max_new_tokens", "steps", "warmup_steps", "eval_windows",
     )),
-    ("at least 0", lambda value: value >= 0, (
-        "eval_interval", "sample_interval", "max_iters", "warmup_iters", "lr_decay_iters",
-        "n_kv_head", "n_hidden", "head_dim", "top_k", "max_tokens",
+    ("at least 1 and at most 1000000", lambda value: 1 <= value <= 10**6, (
+        "batch_size", "gradient_accumulation_steps", "n_head", "n_embd", "num_samples",
+        "processes", "num_proc", "micro_batch", "gpus",
+    )),
+    ("at least 1 and at most 10000", lambda value: 1 <= value <= 10**4, ("n_layer",)),
+    ("at least 0 and at most 1000000", lambda value: 0 <= value <= 10**6, (
+        "n_kv_head", "n_hidden", "head_dim",
+    )),
+    ("at least 0 and at most 4294967296", lambda value: 0 <= value <= 2**32, ("vocab_size",)),
+    ("at least 1 and below 2**63", lambda value: 1 <= value < 2**63, ("log_interval",)),
+    ("at least 0 and below 2**63", lambda value: 0 <= value < 2**63, (
+        "eval_interval", "sample_interval", "max_iters", "warmup_iters", "lr_decay_iters", "top_k",
+        "max_tokens",
     )),
     ("at least 0 and finite", lambda value: 0 <= value < math.inf, (
         "learning_rate", "min_lr", "weight_decay", "grad_clip", "norm_eps", "temperature",
@@ -56,9 +66,6 @@ RANGES = (
     ("above 0 and at most 1", lambda value: 0 < value <= 1, ("top_p",)),
     ("at least 0 and at most 1", lambda value: 0 <= value <= 1, ("smooth",)),
     ("above 0 and below 1", lambda value: 0 < value < 1, ("val_fraction",)),
-    ("at least 0 and at most 2**32, what fits into a uint32", lambda value: 0 <= value <= 2**32, (
-        "vocab_size",
-    )),
     ("an integer of 64 bits", lambda value: -(2**63) <= value < 2**63, ("seed",)),
 )  # fmt: skip
 
@@ -136,9 +143,11 @@ def configure(
     script with its one line and no traceback.
     """
     sys.excepthook = one_line_errors
+    if signal.getsignal(signal.SIGINT) == signal.SIG_DFL:  # see steady/__init__.py
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     for stream in (sys.stdout, sys.stderr):  # a character the terminal lacks is no reason to die
         if hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="replace")
+            stream.reconfigure(errors="replace", line_buffering=True)
     settings = read_settings(base) if base else {}
     settings |= read_settings(namespace["__file__"])
     if {"--help", "-h"} & set(sys.argv[1:]):
@@ -185,18 +194,24 @@ def resolve(
 ) -> dict[str, Any]:
     """Settings after the config files and `--key=value` arguments, in the order given."""
     config = {name: setting.default for name, setting in settings.items()}
-    for argument in arguments:
+    for argument, following in zip(arguments, [*arguments[1:], "-"], strict=True):
         if not argument.startswith("-"):
             run_config_file(argument, settings, config, ignored or {})
             continue
         key, equals, text = argument.lstrip("-").partition("=")  # only the first "=" separates
         if key not in settings:
-            raise ValueError(f"unknown setting {argument!r}{nearest(key, settings)}")
-        if not equals and settings[key].types == (bool,):
+            raise ValueError(
+                f"unknown setting {shown(argument)}{chosen(text) or nearest(key, settings)}"
+            )
+        separate = not equals and not following.startswith("-") and not os.path.exists(following)
+        boolean = settings[key].types == (bool,)
+        if not equals and boolean and following.lower() not in ("true", "false", "0", "1"):
             text = "True"  # a bare --flag
         elif not equals or not argument.startswith("--"):
-            raise ValueError(f"{argument!r} has no value: write --{key}={settings[key].default}")
-        config[key] = check(settings[key], parse(text, settings[key].types), f"--{argument[2:]}")
+            value = following if separate else settings[key].default
+            raise ValueError(f"{argument!r} has no value: write --{key}={value}")
+        value = parse(text, settings[key].types)
+        config[key] = check(settings[key], value, f"--{key}={shown(text, plain=True)}")
     return config
 
 
@@ -208,15 +223,17 @@ def run_config_file(
 ) -> None:
     """Run a Python config file and take over its settings, except for `ignored` ones."""
     try:
-        source = Path(path).read_text(encoding="utf-8")
+        source = Path(path).read_text(encoding="utf-8-sig")  # Windows may begin it with a mark
     except OSError as error:
         hint = "" if "=" not in path else f" (a setting is written --{path})"
         raise ValueError(f"cannot read config file {path!r}: {error.strerror}{hint}") from None
+    except ValueError as error:  # not UTF-8, or a path that cannot be one
+        raise ValueError(f"cannot read config file {path!r} as UTF-8 text: {error}") from None
     namespace = {name: setting.default for name, setting in ignored.items()}
     namespace |= config | {"__file__": path}
     try:
         exec(compile(source, path, "exec"), namespace)
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # a file that leaves has not set what it should
         raise ValueError(f"config file {path} failed: {type(error).__name__}: {error}") from None
     defined = set()  # imported modules, functions and classes are tools, not settings
     for node in ast.walk(ast.parse(source)):
@@ -226,7 +243,7 @@ def run_config_file(
             defined.add(node.name)
     for key, value in namespace.items():
         if key in settings:
-            config[key] = check(settings[key], value, f"{key} = {value!r} in {path}")
+            config[key] = check(settings[key], value, f"{key} = {shown(value)} in {path}")
         elif not key.startswith("_") and key not in defined and key not in ignored:
             raise ValueError(
                 f"unknown setting {key!r} in {path}{nearest(key, settings)} "
@@ -251,24 +268,45 @@ def check(setting: Setting, value: Any, where: str) -> Any:
     """`value` if it has one of the setting's types; an int is welcome where a float is expected."""
     if type(value) in setting.types:
         return value
-    if float in setting.types and type(value) is int:
+    if float in setting.types and type(value) is int and abs(value) < 2**1023:
         return float(value)
     expected = " or ".join(kind.__name__ for kind in setting.types)
-    raise ValueError(f"{where}: {setting.name} takes a value of type {expected}, not {value!r}")
+    raise ValueError(
+        f"{where}: {setting.name} takes a value of type {expected}, not {shown(value)}"
+        + chosen(value)
+    )
 
 
 def check_values(values: dict[str, Any]) -> None:
     """Raises ValueError for a setting that is out of its range, or none of its choices."""
     for name, choices in CHOICES.items():
         if values.get(name, choices[0]) not in choices:
-            raise ValueError(f"unknown {name}={values[name]!r}: use {', '.join(choices)}")
+            raise ValueError(f"unknown {name}={shown(values[name])}: use {', '.join(choices)}")
     for words, holds, names in RANGES:
         for name in names:
             value = values.get(name, "auto")
             if isinstance(value, str) and value != "auto":
-                raise ValueError(f"{name}={value!r} must be an integer, or auto")
+                raise ValueError(f"{name}={shown(value)} must be an integer, or auto")
             if value != "auto" and not holds(value):
-                raise ValueError(f"{name}={value} must be {words}")
+                raise ValueError(f"{name}={shown(value)} must be {words}")
+
+
+def shown(value: Any, plain: bool = False) -> str:
+    """A value as errors name it: in one line, and not all of it if it is long. `plain`: text
+    without quotes, where it needs none."""
+    try:
+        text = repr(value)
+    except Exception:  # an integer of thousands of digits, or an object that fails at it
+        return f"a {type(value).__name__} that cannot be shown"
+    if plain and text[1:-1] == value:
+        text = value
+    return text if len(text) <= 120 else f"{text[:100]}... ({len(text)} characters)"
+
+
+def chosen(value: Any) -> str:
+    """`, did you mean --name=value?` for a value that only one setting has among its choices."""
+    names = [n for n, choices in CHOICES.items() if isinstance(value, str) and value in choices]
+    return f", did you mean --{names[0]}={value}?" if len(names) == 1 else ""
 
 
 def nearest(key: str, settings: dict[str, Setting]) -> str:
@@ -308,7 +346,13 @@ def one_line_errors(kind: type[BaseException], error: BaseException, trace: Any)
     if from_us or from_the_system:
         rank = os.environ.get("RANK", "0")  # torchrun's, to tell several processes apart
         prefix = "" if rank == "0" else f"rank {rank}: "
-        print(f"{prefix}error: {error}", file=sys.stderr, flush=True)
+        if kind is not BrokenPipeError:  # its reader has seen enough
+            text = "\\n".join(str(error).splitlines())
+            print(f"{prefix}error: {text}", file=sys.stderr, flush=True)
+        try:
+            sys.stdout.flush()
+        except OSError:  # Python would try once more, and complain
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     elif kind is KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
     else:

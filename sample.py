@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 from steady import checkpoint, hardware
-from steady.generate import generate
+from steady.generate import generate, require_room
 from steady.tokenizer import from_meta
 
 import torch
@@ -58,6 +58,7 @@ if not prompt:
     if tokenizer.end_of_text is None:
         raise ValueError("--start is empty: give the model at least one character to go on from")
     prompt = [tokenizer.end_of_text]
+require_room(model.config, num_samples, len(prompt), max_new_tokens, dtype, device)
 tokens = torch.tensor([prompt] * num_samples, device=device)
 generator = torch.Generator(device=device).manual_seed(seed)
 

@@ -20,7 +20,7 @@ from steady.dataloader import DataLoader, DataSet, TokenFile, validation_batches
 from steady.generate import sample_while_training
 from steady.profiler import Profiler
 from steady.runlog import RunLog
-from steady.stop import StopRequest, how_to_go_on, require_finite
+from steady.stop import Rescue, StopRequest, how_to_go_on
 from steady.tokenizer import from_meta
 
 import torch
@@ -122,6 +122,7 @@ model_config = GPTConfig(**start.model_config)
 config |= {key: value for key, value in start.model_config.items() if key in config}
 train_file, val_file = data.open(block_size, model_config.vocab_size)
 
+memory.require_room(model_config, dtype, plan, here, device)
 # raw_model is never compiled or wrapped: it is what is saved, sampled and counted
 hardware.prepare(device, dtype, model_config.n_embd, block_size)
 raw_model = GPT(model_config)
@@ -259,6 +260,7 @@ micro_batches = loader.micro_batches(iter_num)
 tokens, targets = next(micro_batches)
 loss = torch.zeros((), device=device)  # our own tensor: a CUDA graph's output would be overwritten
 stopping, saved_iter = False, None
+rescue = Rescue(ckpt_path, training_state, step, fit.split)
 while True:
     # ---- learning rate ------------------------------------------------------
     lr = optim.set_schedule(optimizer, iter_num, config)
@@ -269,7 +271,7 @@ while True:
     if due and not stopping:
         began = time.perf_counter()
         losses = {"train_loss": evaluate(train_file), "val_loss": evaluate(val_file)}
-        require_finite(losses, iter_num, out_dir)
+        rescue.require_finite(losses, iter_num)
         better = losses["val_loss"] < best_val_loss
         best_val_loss = min(best_val_loss, losses["val_loss"])
         log.evaluation({"iter": iter_num} | losses, time.perf_counter() - began, better)
@@ -303,6 +305,7 @@ while True:
     if logging:  # copied already, so that reading it does not wait for the optimizer
         distributed.all_reduce_sum(loss)
         read_numbers = hardware.read_later(loss, grad_norm)
+    rescue.whole = False  # from here to the end of the step an error leaves nothing to save
     scaler.step(optimizer)
     scaler.update()
     gradients.clear()
@@ -312,8 +315,8 @@ while True:
     if logging:
         loss_now, norm_now = read_numbers()  # waits for the device
         log.step(iter_num, loss_now, lr, norm_now, hardware.peak_memory_gib(device))
-        require_finite({"loss": loss_now}, iter_num, out_dir)
-    iter_num += 1
+        rescue.require_finite({"loss": loss_now}, iter_num)
+    iter_num, rescue.whole = iter_num + 1, True
     log.progress(iter_num)
     profiler.step()
 

@@ -48,10 +48,18 @@ class Place(NamedTuple):
     @property
     def restarted(self) -> bool:
         """Whether torchrun started the processes anew, after one had died."""
-        return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+        return restarts() > 0
 
 
 ALONE = Place()
+
+
+def restarts() -> int:
+    """How often torchrun has started the processes anew."""
+    found = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    if not found.isdecimal():
+        raise ValueError(f"TORCHELASTIC_RESTART_COUNT={found} is no number: unset it")
+    return int(found)
 
 
 def place(parallel: str = "ddp") -> Place:
@@ -101,6 +109,9 @@ def start(here: Place, device: torch.device, backend: str, config: dict[str, Any
     rank, world_size = here.rank, here.world_size
     if world_size == 1:
         return
+    port = os.environ.get("MASTER_PORT", "0")
+    if not (port.isdecimal() and int(port) < 2**16):
+        raise ValueError(f"MASTER_PORT={port} is no port: use a number below 65536")
     if backend == "auto":
         backend = "nccl" if device.type == "cuda" else "gloo"
     if backend == "nccl":
@@ -110,7 +121,7 @@ def start(here: Place, device: torch.device, backend: str, config: dict[str, Any
         if os.environ.get("LOCAL_WORLD_SIZE") == str(world_size):
             # torchrun keeps its store when it starts the processes anew: without a prefix they
             # would meet at the addresses of the dead. (Machines count restarts each on its own.)
-            store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
+            store = dist.PrefixStore(str(restarts()), store)
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
     except (ValueError, RuntimeError) as error:
         reason = str(error).splitlines()[0]
@@ -152,7 +163,7 @@ def launcher() -> list[str]:
     if world_size == 1:
         return ["python"]
     local = os.environ.get("LOCAL_WORLD_SIZE", str(world_size))
-    if int(local) < world_size:
+    if local != str(world_size):
         return ["torchrun", "..."]
     return ["torchrun", "--standalone", f"--nproc_per_node={local}"]
 

@@ -18,8 +18,10 @@ import sys
 import sysconfig
 import tempfile
 import textwrap
+import traceback
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from steady import ALLOCATOR_VARIABLES
 
@@ -43,8 +45,9 @@ GRAPH_MODES = ("reduce-overhead", "max-autotune")  # compile modes that record C
 MIN_AUTOTUNE_PROCESSORS = 68  # multiprocessors below which torch does not autotune products
 
 
-class Plan(NamedTuple):
-    """What a run will use of torch.compile."""
+@dataclass
+class Plan:
+    """What a run will use of torch.compile; one object, for whoever needs to know."""
 
     obstacle: str | None  # why nothing is compiled, or None
     mode: str
@@ -54,10 +57,15 @@ class Plan(NamedTuple):
     def compiled(self) -> bool:
         return self.obstacle is None
 
+    def give_up(self, obstacle: str) -> None:
+        """Compile nothing after all."""
+        self.obstacle, self.cuda_graphs = obstacle, False
+
 
 def plan(compile: bool, mode: str, device: torch.device) -> Plan:
     """What can be had of what is asked for."""
-    obstacle = compile_obstacle(device) if compile else "compile=False"
+    unwritable = provide_cache_folder()  # without one, torch does not even train uncompiled
+    obstacle = (unwritable or compile_obstacle(device)) if compile else "compile=False"
     cuda_graphs = not obstacle and mode in GRAPH_MODES and device.type == "cuda"
     if cuda_graphs:
         listen_for_skips()
@@ -100,6 +108,8 @@ def compile_model(
     """
     if not plan.compiled:
         return model
+    # TORCHDYNAMO_SUPPRESS_ERRORS would run what cannot be compiled as it is, in silence.
+    torch._dynamo.config.suppress_errors = False
     if not by_block:
         return torch.compile(model, mode=plan.mode, dynamic=False)
     # Without activation checkpointing, recompute what costs next to nothing.
@@ -109,9 +119,24 @@ def compile_model(
     return model
 
 
+def is_compile_error(error: Exception) -> bool:
+    """Whether torch says that compiling failed."""
+    return isinstance(error, torch._dynamo.exc.TorchDynamoException)
+
+
+def why_not_compiled(error: Exception) -> str:
+    """What torch.compile says, in one line; with TORCHDYNAMO_VERBOSE=1 all of it is printed too."""
+    if torch._dynamo.config.verbose:
+        traceback.print_exception(error)
+    text = " ".join(str(error).partition("Set TORCHDYNAMO_VERBOSE")[0].split())
+    return textwrap.shorten(f"{type(error).__name__}: {text}", 300, placeholder=" ...")
+
+
 def summary(device: torch.device, dtype: torch.dtype, plan: Plan, here: Place) -> str:
     """What a run will use, in one line, with what was asked for but cannot be had."""
-    compiled = f"not compiled ({plan.obstacle})" if plan.obstacle else f"compiled ({plan.mode})"
+    compiled = (
+        f"not compiled ({plan.obstacle})" if plan.obstacle else f"to be compiled ({plan.mode})"
+    )
     name = str(device)
     if device.type == "cuda":
         name = f"{device} ({torch.cuda.get_device_name(device)})"
@@ -126,7 +151,11 @@ def summary(device: torch.device, dtype: torch.dtype, plan: Plan, here: Place) -
             compiled += ", without expandable segments"
     elif plan.compiled and plan.mode in GRAPH_MODES:
         compiled += f", without CUDA graphs on {device.type}"
-    line = f"device {name}, dtype {str(dtype).removeprefix('torch.')}, {compiled}"
+    computed = str(dtype).removeprefix("torch.")
+    if device.type == "cuda" and dtype == torch.bfloat16:
+        if not torch.cuda.is_bf16_supported(including_emulation=False):
+            computed += " (slow: this GPU only emulates it; float16 is what it has)"
+    line = f"device {name}, dtype {computed}, {compiled}"
     return line if here.world_size == 1 else f"{line}\n{here.world_size} processes, {here.parallel}"
 
 
@@ -209,6 +238,23 @@ def provide_libcuda(maps: Path = Path("/proc/self/maps")) -> str | None:
     for name in ("libcuda.so", "libcuda.so.1"):
         (Path(folder.name) / name).symlink_to(library)
     os.environ["TRITON_LIBCUDA_PATH"] = folder.name
+    return None
+
+
+def provide_cache_folder() -> str | None:
+    """Give torch another cache folder where the one that is asked for cannot be written to; returns
+    what is wrong with that one."""
+    chosen = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
+    if not chosen:
+        return None
+    try:
+        os.makedirs(chosen, exist_ok=True)
+        tempfile.TemporaryFile(dir=chosen).close()
+    except OSError as error:
+        folder = tempfile.TemporaryDirectory(prefix="torchinductor-")
+        _kept_until_exit.append(folder)
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder.name
+        return f"TORCHINDUCTOR_CACHE_DIR={chosen} cannot be written to: {error.strerror}"
     return None
 
 

@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from steady import hardware
 from steady.linear import compute_dtype
 
 import torch
@@ -74,6 +75,23 @@ class LayerCache:
         rows = q.reshape(B, k.shape[1], self.whole.heads_per_key * T, D)
         y = F.scaled_dot_product_attention(rows, keys, values, attn_mask=self.whole.mask)
         return y.reshape(B, H, T, D)
+
+
+def require_room(
+    config: GPTConfig, n: int, prompt: int, new: int, dtype: torch.dtype, device: torch.device
+) -> None:
+    """Raises ValueError if `device` cannot hold what n samples of `new` tokens after a prompt of so
+    many take; nothing is allocated."""
+    values = 2 * config.n_layer * config.n_kv_head * config.head_dim  # kept per token
+    cache = dtype.itemsize * n * values * min(config.block_size, prompt + new)
+    tokens = 2 * 8 * n * (prompt + new)  # they are copied with every new one
+    needed = (cache + tokens + 3 * 4 * n * config.vocab_size) / 2**30  # logits, ordered, summed up
+    there_is = hardware.machine_memory_gib(device)
+    if needed > there_is:
+        raise ValueError(
+            f"num_samples={n} with max_new_tokens={new} takes {needed:.1f} GiB, but {device} has "
+            f"{there_is:.1f} GiB: use less of either"
+        )
 
 
 @torch.no_grad()

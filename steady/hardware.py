@@ -3,6 +3,7 @@
 import contextlib
 import ctypes
 import math
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -122,6 +123,25 @@ def available_memory_gib(device: torch.device) -> float:
     free, total = torch.cuda.mem_get_info(device)
     limit = torch.cuda.get_per_process_memory_fraction() * total
     return (1 - MEMORY_FOR_CUDA) * min(limit, free + torch.cuda.memory_reserved(device)) / 2**30
+
+
+def machine_memory_gib(device: torch.device) -> float:
+    """What a process can have at most, in GiB: `available_memory_gib` of a GPU, else what the
+    machine and its container have free, swap included; infinity where that is not known."""
+    of_gpu = available_memory_gib(device)
+    if of_gpu < math.inf:
+        return of_gpu
+    found = [math.inf]
+    with contextlib.suppress(OSError, ValueError, AttributeError):  # all there is (not on Windows)
+        found.append(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+    with contextlib.suppress(OSError, KeyError, ValueError):  # Linux, where more is known
+        lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
+        kib = {name: int(value.split()[0]) for name, value in (line.split(":") for line in lines)}
+        found.append(1024 * (kib["MemAvailable"] + kib["SwapFree"]))
+    for name in ("memory.max", "memory/memory.limit_in_bytes"):  # of a container
+        with contextlib.suppress(OSError, ValueError):  # "max": no limit
+            found.append(int(Path("/sys/fs/cgroup", name).read_text(encoding="utf-8")))
+    return min(found) / 2**30
 
 
 def read_later(*scalars: Tensor) -> Callable[[], list[float]]:

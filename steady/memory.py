@@ -6,13 +6,14 @@ trying real steps.
 
 from __future__ import annotations
 
+import bisect
 import gc
 import math
 import re
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
-from steady import distributed, hardware
+from steady import distributed, environment, hardware
 from steady.distributed import Place
 from steady.environment import Plan
 from steady.loss import CHUNK_ELEMENTS
@@ -33,6 +34,9 @@ CHECKPOINTING = CHOICES["activation_checkpointing"]
 WORTH_TRYING = 1.1
 SURE_TO_FIT = 0.95
 ROOM_TO_SPARE = 0.8
+
+OUT_OF_MEMORY = "out of memory"  # in the words of GPUs, their libraries, and CPUs
+ITS_WORDS = "out of memory|ALLOC_FAILED|can't allocate memory|not enough memory|bad_alloc"
 
 
 class Split(NamedTuple):
@@ -74,10 +78,11 @@ class Fit(NamedTuple):
     model: nn.Module
     memory: dict[str, float]  # what it takes, see `estimate`
     reason: str  # why it is not the split that was wanted; "" if it is
+    warning: str = ""  # why the model is not compiled, though it was to be
 
     def report(self, sequences: int) -> str:
         """What to tell the user about a global batch of so many sequences."""
-        line = f"memory {describe(self.memory)}, by estimate"
+        line = f"{self.warning}memory {describe(self.memory)}, by estimate"
         if not self.reason:
             return line
         batch_size, kind = self.split
@@ -187,24 +192,37 @@ def fit(
     if auto and available_gib == math.inf:
         hardware.require_cuda(device, batch_size="auto")
     sharded = step.shards > 1
-    limit = (SURE_TO_FIT if sharded else WORTH_TRYING) * available_gib
-    splits = splits_to_try(step, wanted, limit, auto)
-    for split in splits[:1] if sharded else splits:
-        model = unless_out_of_memory(try_step, split)
-        failed = model is None
-        if not sharded:
-            failed = distributed.any_process(failed)
-        if not failed:
-            reason = "batch_size=auto" if auto else "out of memory"
-            found = Fit(split, model, estimate(step, *split), reason if split != wanted else "")
+    there_is = min(available_gib, distributed.all_reduce_min(hardware.machine_memory_gib(device)))
+    limit = (SURE_TO_FIT if sharded else WORTH_TRYING) * there_is
+    splits, warning = splits_to_try(step, wanted, limit, auto), ""
+    first = splits[0]
+    splits = [first] if sharded else splits
+    if sum(estimate(step, *first).values()) > limit and device.type != "cuda":
+        splits = []  # a CPU's memory is given out before it is there, and taking it kills processes
+    while splits:
+        model, failure = attempt(try_step, splits[0], step)
+        if not (failure if sharded else distributed.any_process(bool(failure))):
+            split = splits[0]
+            reason = "batch_size=auto" if auto else OUT_OF_MEMORY
+            reason = reason if split != wanted else ""
+            found = Fit(split, model, estimate(step, *split), reason, warning)
             return with_gathered_weights(found, step, available_gib)
         del model
         release()
-    tried = splits[0][0]
-    if sharded and tried > 1:
+        broken = failure not in ("", OUT_OF_MEMORY)
+        if not sharded and distributed.any_process(broken):  # the same once more, uncompiled
+            step.plan.give_up(failure if broken else "it failed in another process")
+            warning = (
+                f"warning: not compiled, because compiling fails here: {step.plan.obstacle} "
+                "(TORCHDYNAMO_VERBOSE=1 shows all of it, --compile=False none)\n"
+            )
+        else:
+            splits = splits[1:]
+    if sharded and first.batch_size > 1:
         raise ValueError(
-            f"out of memory with {tried} sequences: use --batch_size={tried // 2} with "
-            "--gradient_accumulation_steps so much larger, or --activation_checkpointing=block"
+            f"out of memory with {first.batch_size} sequences: use "
+            f"--batch_size={first.batch_size // 2} with --gradient_accumulation_steps so much "
+            "larger, or --activation_checkpointing=block"
         )
     raise ValueError(
         f"out of memory even with one sequence and activation checkpointing: a step takes about "
@@ -220,27 +238,82 @@ def splits_to_try(step: Step, wanted: Split, limit_gib: float, auto: bool = Fals
     down. What takes more than `limit_gib` by the estimate is left out, since compiling takes time;
     the last one is there in any case.
     """
-    sizes = [step.sequences if auto else wanted.batch_size]
-    for size in range(sizes[0] - 1, 0, -1):
-        if step.sequences % size == 0 and (auto or 2 * size <= sizes[-1]):
-            sizes.append(size)
     kind = wanted.activation_checkpointing
+    sizes = [step.sequences if auto else wanted.batch_size]
+    largest = bisect.bisect(  # that may fit: only from there on divisors are looked for
+        range(1, sizes[0] + 1), False,
+        key=lambda size: sum(estimate(step, size, kind).values()) > limit_gib,
+    )  # fmt: skip
+    while sizes[-1] > 1:
+        below = min(largest, sizes[-1] - 1 if auto else sizes[-1] // 2)
+        sizes.append(next((n for n in range(below, 1, -1) if step.sequences % n == 0), 1))
     more = CHECKPOINTING[CHECKPOINTING.index(kind) + 1 :]
     splits = [Split(size, kind) for size in sizes] + [Split(1, kind) for kind in more]
     fitting = [split for split in splits if sum(estimate(step, *split).values()) <= limit_gib]
     return fitting or splits[-1:]
 
 
-def unless_out_of_memory(
-    try_step: Callable[[int, str], nn.Module], split: Split
-) -> nn.Module | None:
-    """What `try_step(*split)` returns, or None where it runs out of memory."""
+def attempt(
+    try_step: Callable[[int, str], nn.Module], split: Split, step: Step
+) -> tuple[nn.Module | None, str]:
+    """What `try_step(*split)` returns, or why it failed: OUT_OF_MEMORY, or what may be the
+    compiler's fault. An error that cannot be the compiler's is raised."""
     try:
-        return try_step(*split)
-    except RuntimeError as error:  # torch.OutOfMemoryError is one; libraries raise their own
-        if not re.search("out of memory|ALLOC_FAILED", str(error)):
+        return try_step(*split), ""
+    except Exception as error:
+        if is_out_of_memory(error):
+            return None, OUT_OF_MEMORY
+        if not step.plan.compiled:
             raise
-        return None
+        if step.shards == 1:
+            return None, environment.why_not_compiled(error)
+        # the other processes wait inside an exchange: there is no second try
+        if not environment.is_compile_error(error):
+            raise
+        reason = environment.why_not_compiled(error)
+        raise ValueError(f"compiling fails here: {reason}: use --compile=False") from None
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that there is no memory left, on a GPU or a CPU."""
+    if isinstance(error, RuntimeError):  # torch.OutOfMemoryError is one; libraries raise their own
+        return bool(re.search(ITS_WORDS, str(error)))
+    return isinstance(error, MemoryError)
+
+
+def flags_for_less(step: Step, split: Split) -> list[str]:
+    """The settings that split a step further than `split`; none if that is not possible."""
+    for size, kind in splits_to_try(step, split, math.inf)[1:2]:
+        flags = [f"--batch_size={size}"]
+        total = step.sequences * step.here.world_size
+        flags.append(f"--gradient_accumulation_steps={total // size}")
+        if kind != split.activation_checkpointing:
+            flags.append(f"--activation_checkpointing={kind}")
+        return flags
+    return []
+
+
+def num_params(config: GPTConfig) -> int:
+    """How many parameters a model has, without building it."""
+    width, heads = config.n_embd, 2 * config.n_head + 2 * config.n_kv_head
+    norms = 2 * width + (2 * config.head_dim if config.qk_norm else 0)
+    block = width * (heads * config.head_dim + 3 * config.n_hidden) + norms
+    head = config.vocab_size * width
+    return head * (1 if config.tied_embeddings else 2) + config.n_layer * block + width
+
+
+def require_room(
+    config: GPTConfig, dtype: torch.dtype, plan: Plan, here: Place, device: torch.device
+) -> None:
+    """Raises ValueError for a model of which `device` cannot hold a step; nothing is allocated."""
+    n_params, there_is = num_params(config), hardware.machine_memory_gib(device)
+    needed = estimate(Step(config, n_params, 1, dtype, plan, here), 1, "block")
+    if sum(needed.values()) > WORTH_TRYING * there_is:
+        raise ValueError(
+            f"the model has {n_params:,} parameters: a step of one sequence takes about "
+            f"{describe(needed)}, but {device} has {there_is:.2f} GiB: use a smaller n_layer, "
+            "n_embd, vocab_size or block_size"
+        )
 
 
 def with_gathered_weights(found: Fit, step: Step, available_gib: float) -> Fit:

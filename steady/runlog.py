@@ -11,6 +11,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
+from steady import output
 from steady.folder import whole_file
 
 from configurator import batch_note, read_settings, resolve
@@ -21,11 +22,13 @@ class RunLog:
 
     With eval_only, metrics.jsonl stays as it is. With `quiet` (all processes of a run but the
     first) nothing is shown or written.
+    From its creation on, printing never fails (see output.py).
     On resume, entries from `start_iter` on (made after the checkpoint was saved) are dropped, so
     that there is one entry per iteration however often a run is stopped.
     """
 
     def __init__(self, out_dir: Path, config: dict[str, Any], start_iter: int, quiet: bool = False):
+        output.outlive_readers()
         self.path, self.quiet = out_dir / "metrics.jsonl", quiet
         self.keeps_metrics = not (quiet or config["eval_only"])
         self.missed_metrics = False
@@ -203,8 +206,12 @@ class RunLog:
     def close(self) -> None:
         if self.bar is not None:
             self.bar.close()
+            self.bar = None
         if self.wandb is not None:
-            self.wandb.finish()
+            try:
+                self.wandb.finish()
+            except Exception as error:
+                self.line(f"warning: wandb failed at its end ({type(error).__name__}: {error})")
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

@@ -1,13 +1,20 @@
 """Reasons to end a run early: signals (Ctrl-C, SIGTERM, the loss of its terminal), a loss that is
-not finite; and the command that goes on from there."""
+not finite, errors; what is saved then, and the command that goes on from there."""
 
 import math
-import os
 import shlex
 import signal
 import sys
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
 
-from steady.distributed import launcher
+from steady import checkpoint, memory, output
+from steady.distributed import launcher, leave
+from steady.memory import Split, Step
+
+from configurator import one_line_errors
 
 
 class StopRequest:
@@ -19,7 +26,6 @@ class StopRequest:
 
     def __init__(self, alone: bool, announce: bool):
         self.requested, self.alone, self.announce = False, alone, announce
-        self.terminals = [stream for stream in (1, 2) if os.isatty(stream)]
         self.hang_up = getattr(signal, "SIGHUP", None)  # not known on Windows
         for signum in (signal.SIGINT, signal.SIGTERM):
             signal.signal(signum, self.request)
@@ -30,26 +36,74 @@ class StopRequest:
         self.requested = True
         once_more_counts = self.alone and signum != self.hang_up
         signal.signal(signum, signal.default_int_handler if once_more_counts else signal.SIG_IGN)
-        if signum == self.hang_up:  # what is printed from here on would fail
-            for stream in self.terminals:
-                os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
-        if self.announce:
+        if self.announce:  # not by print, which the signal may have interrupted
             again = b"; once more stops at once" if once_more_counts else b""
-            os.write(1, b"\nstopping after this step and saving" + again + b"\n")
+            output.write((1, 2), b"\nstopping after this step and saving" + again + b"\n")
 
 
-def require_finite(losses: dict[str, float], iter_num: int, out_dir: str) -> None:
-    """Raises ValueError for a loss that is NaN or infinite, before the run is saved over a good
-    checkpoint."""
-    if not all(map(math.isfinite, losses.values())):
-        found = " and ".join(f"{name} {loss}" for name, loss in losses.items())
-        raise ValueError(
-            f"{found} at iteration {iter_num}: not finite; checkpoints in {out_dir} were not "
-            "overwritten: go on from there with a lower learning_rate, or with dtype=bfloat16"
-        )
+class Rescue:
+    """What happens to a run that an error ends, from here on: where its state is whole it is saved,
+    and a line says what happened, what was saved, and how to go on.
+
+    The loop sets `whole` to False while weights, optimizer and iteration do not belong together.
+    With ddp every process holds all of the state, so the one with the error saves it, and exchanges
+    nothing; with fsdp none does.
+    """
+
+    def __init__(self, path: Path, state: Callable[[], dict[str, Any]], step: Step, split: Split):
+        self.path, self.state, self.step, self.split = path, state, step, split
+        self.whole, self.diverged = True, False
+        sys.excepthook = self.end
+
+    def require_finite(self, losses: dict[str, float], iter_num: int) -> None:
+        """Raises ValueError for a loss that is NaN or infinite, before the run is saved over a good
+        checkpoint."""
+        if not all(map(math.isfinite, losses.values())):
+            self.diverged = True
+            found = " and ".join(f"{name} {loss}" for name, loss in losses.items())
+            raise ValueError(
+                f"{found} at iteration {iter_num}: not finite; checkpoints in {self.path.parent} "
+                "were not overwritten: go on from there with a lower learning_rate, or with "
+                "dtype=bfloat16"
+            )
+
+    def end(self, kind: type[BaseException], error: BaseException, trace: Any) -> None:
+        """An excepthook."""
+        here, flags, happened = self.step.here, [], "the error above"
+        if memory.is_out_of_memory(error):
+            flags, happened = memory.flags_for_less(self.step, self.split), "out of memory"
+            traceback.clear_frames(trace)  # what they hold may be what saving lacks
+        elif here.world_size > 1 and "onnection" in str(error):
+            happened = "another process has ended"
+        else:
+            one_line_errors(kind, error, trace)
+        if not self.diverged and kind is not KeyboardInterrupt:
+            rank = "" if here.rank == 0 else f"rank {here.rank}: "
+            saved, go_on = self.save(), "nothing to go on from"
+            if self.path.exists():
+                go_on = f"to go on: {how_to_go_on(flags)}"
+            print(f"{rank}error: {happened}; {saved}; {go_on}", file=sys.stderr, flush=True)
+        if here.world_size > 1:
+            leave(1)
+
+    def save(self) -> str:
+        """Save what can be saved; returns what became of it."""
+        if not self.whole:
+            return "the state in the middle of an optimizer step was not saved"
+        if self.step.here.shards_model:
+            return "the state, divided among the processes, was not saved"
+        try:
+            state = self.state()
+            checkpoint.save(self.path, state)
+            return f"saved {self.path} at iteration {state['iter_num']}"
+        except Exception as error:
+            reason = str(error).partition("\n")[0]
+            return f"{self.path} was not saved ({type(error).__name__}: {reason})"
 
 
-def how_to_go_on() -> str:
-    """The command that resumes the run of this process."""
-    command = [argument for argument in sys.argv[1:] if not argument.startswith("--init_from=")]
-    return shlex.join([*launcher(), sys.argv[0], *command, "--init_from=resume"])
+def how_to_go_on(flags: Sequence[str] = ()) -> str:
+    """The command that resumes the run of this process, with other `flags`."""
+    again = [*flags, "--init_from=resume"]
+    names = {flag.partition("=")[0] for flag in again}
+    command = [argument for argument in sys.argv[1:] if argument.partition("=")[0] not in names]
+    return shlex.join([*launcher(), sys.argv[0], *command, *again])

@@ -2,7 +2,7 @@ import sys
 
 import pytest
 
-from configurator import configure, describe, read_settings, resolve
+from configurator import check_values, configure, describe, read_settings, resolve
 
 SCRIPT = '''"""A script."""
 # output
@@ -123,13 +123,50 @@ def test_config_file_may_import_and_compute_with_private_names(settings, tmp_pat
 
 @pytest.mark.parametrize(
     ("content", "expected"),
-    [("steps = ", "SyntaxError"), ("steps = 1 / 0", "ZeroDivisionError")],
+    [
+        ("steps = ", "SyntaxError"),
+        ("steps = 1 / 0", "ZeroDivisionError"),
+        ("import sys; sys.exit(0)", r"c\.py failed: SystemExit: 0"),
+        ("steps = 10**5000; rate = 10**5000", r"rate = a int that cannot be shown in .*c\.py"),
+    ],
 )
 def test_broken_config_file_is_one_line(settings, tmp_path, content, expected):
     file = tmp_path / "c.py"
     file.write_text(content)
     with pytest.raises(ValueError, match=expected):
         resolve(settings, [str(file)])
+
+
+def test_f39_config_file_with_a_byte_order_mark_or_in_another_encoding(settings, tmp_path):
+    file = tmp_path / "c.py"
+    file.write_bytes(b"\xef\xbb\xbfsteps = 7\n")
+    assert resolve(settings, [str(file)])["steps"] == 7
+    file.write_bytes("# Größe\nsteps = 7\n".encode("latin-1"))
+    with pytest.raises(ValueError, match=r"c\.py' as UTF-8 text"):
+        resolve(settings, [str(file)])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--steps", "8"], "write --steps=8"),
+        (["--fast", "False"], "write --fast=False"),
+        (["--mode=reduce-overhead"], "did you mean --compile_mode=reduce-overhead"),
+        (["--fast=reduce-overhead"], "did you mean --compile_mode=reduce-overhead"),
+        (["--steps=" + "9" * 5000], r"steps takes .*9\.\.\. \(5002 characters\)$"),
+        (["--steps=1\n2"], r"not '1\\n2'$"),
+    ],
+)
+def test_what_people_write_by_mistake_is_answered_with_what_to_write(settings, arguments, message):
+    with pytest.raises(ValueError, match=message) as error:
+        resolve(settings, arguments)
+    assert len(str(error.value)) < 400 and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["batch_size", "n_layer", "num_samples", "vocab_size"])
+def test_f50_settings_have_an_upper_limit(name):
+    with pytest.raises(ValueError, match=rf"{name}=.* must be at least . and at most \d+"):
+        check_values({name: 2**63})
 
 
 def test_missing_config_file_and_missing_value_say_what_to_write(settings):

@@ -267,6 +267,15 @@ def test_wrong_variables_without_torchrun_are_named(monkeypatch, variables):
         distributed.place()
 
 
+def test_wrong_numbers_of_torchrun_are_named(monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "x")
+    with pytest.raises(ValueError, match="TORCHELASTIC_RESTART_COUNT=x is no number"):
+        _ = Place().restarted
+    monkeypatch.setenv("MASTER_PORT", "x")
+    with pytest.raises(ValueError, match="MASTER_PORT=x is no port"):
+        distributed.start(Place(0, 0, 2), torch.device("cpu"), "gloo", {})
+
+
 @pytest.mark.parametrize(
     ("arguments", "answer"),
     [
@@ -355,6 +364,39 @@ hardware.available_memory_gib = lambda device: (1.0, 0.0007)[int(os.environ["RAN
 keep_gathered = distributed.keep_gathered
 distributed.keep_gathered = lambda model: (print("keeps gathered weights"), keep_gathered(model))
 """
+
+
+def test_f47_an_error_in_one_process_ends_all_and_is_saved(launch, tmp_path):
+    code = """
+import os
+from steady import optim
+calls, real = [], optim.clip_in_step
+def failing(*arguments):
+    calls.append(1)
+    if len(calls) == 5 and os.environ["RANK"] == "1":
+        raise MemoryError
+    return real(*arguments)
+optim.clip_in_step = failing
+"""
+    first, second = launch(2, tmp_path, code=code, fails=True)
+    assert f"rank 1: error: out of memory; saved {tmp_path / 'ckpt.pt'} at iteration 4" in second
+    assert "--batch_size=2 --gradient_accumulation_steps=8" in second
+    assert "another process has ended" in first and "Traceback" not in first
+    assert checkpoint.load(tmp_path / "ckpt.pt")["iter_num"] == 4
+
+
+def test_f48_all_processes_give_up_compiling_together(launch, alone, tmp_path):
+    code = """
+import os, torch
+def compiled(model, **options):
+    if os.environ["RANK"] == "0":
+        return model
+    raise torch._dynamo.exc.TorchDynamoException("no compiler today")
+torch.compile = compiled
+"""
+    first, _ = launch(2, tmp_path, "--compile=True", code=code)
+    assert "not compiled, because compiling fails here: it failed in another process" in first
+    assert_same_curve(tmp_path, alone)
 
 
 def test_f15_with_fsdp_all_processes_split_by_the_estimate(launch, alone, tmp_path):

@@ -83,13 +83,14 @@ def test_f43_greedy_no_top_k_and_a_prompt_longer_than_the_context(run, trained):
         ("--seed=99999999999999999999", "seed=99999999999999999999 must be an integer of 64 bits"),
         ("--num_samples=0", "num_samples=0 must be at least 1"),
         ("--max_new_tokens=0", "max_new_tokens=0 must be at least 1"),
+        ("--num_samples=1000000 --max_new_tokens=2147483647", "GiB, but cpu has .* use less"),
         ("--out_dir=nowhere", "no checkpoint at nowhere"),
         ("--ckpt=other.pt", "no checkpoint at .*other.pt"),
     ],
 )
 def test_bad_input_is_one_clear_line(run, trained, argument, message):
     with pytest.raises(ValueError, match=message):
-        sample(run, trained, argument)
+        sample(run, trained, *argument.split(" "))
 
 
 def test_one_sample_streams_and_equals_the_same_sample_in_one_piece(start, run, trained):

@@ -374,6 +374,18 @@ def test_wandb_failure_never_stops_training(run, sums, tmp_path, monkeypatch):
     assert len(losses(tmp_path)) == 2
 
 
+def test_wandb_failing_at_its_end_is_a_warning(run, sums, tmp_path, monkeypatch):
+    def finish():
+        raise RuntimeError("connection lost")
+
+    wandb = types.SimpleNamespace(id="1", log=lambda *entry, **step: None, finish=finish)
+    wandb.init = lambda **arguments: wandb
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    shown = train(run, tmp_path, sums, "--wandb_log=True", "--max_iters=2")
+    assert "wandb failed at its end (RuntimeError: connection lost)" in shown
+    assert "finished at iteration 2" in shown
+
+
 def test_wandb_gets_every_entry_and_a_resumed_run_is_the_same_run(run, sums, tmp_path, monkeypatch):
     started, logged = [], []
 
@@ -470,11 +482,12 @@ def test_a_sample_from_weights_that_overflowed_ends_in_one_line(run, sums, tmp_p
         ("--dataset=nowhere", "no data set at .*nowhere"),
         ("--init_from=resume", "no checkpoint at .*ckpt.pt: train first"),
         ("--lerning_rate=1", "did you mean 'learning_rate'"),
+        ("--n_layer=10000 --n_embd=100000", "parameters: a step .* GiB, but cpu has .* GiB: use a"),
     ],
 )
 def test_bad_input_is_one_clear_line(run, sums, tmp_path, argument, message):
     with pytest.raises(ValueError, match=message) as error:
-        train(run, tmp_path, sums, argument)
+        train(run, tmp_path, sums, *argument.split())
     assert "\n" not in str(error.value)
 
 

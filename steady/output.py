@@ -1,0 +1,65 @@
+"""What is printed, when it cannot be written: a pipe whose reader is gone, a full disk under the
+log, a closed stdout. That is no reason to end a run, or not to save it."""
+
+import io
+import os
+import sys
+
+
+def open_closed_streams() -> None:
+    """Point standard streams that are closed (`>&-`) at nothing: else the next file that is opened,
+    a checkpoint perhaps, gets the number 1, and all that libraries print."""
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # gets the lowest number that is free: this one
+    for name, number in (("stdout", 1), ("stderr", 2)):
+        if getattr(sys, name) is None:  # Python found it closed
+            setattr(sys, name, open(number, "w", encoding="utf-8", closefd=False))
+
+
+def outlive_readers() -> None:
+    """From here on printing never raises: what stdout does not take goes to stderr, and what that
+    does not take is lost."""
+    for name, numbers in (("stdout", (1, 2)), ("stderr", (2,))):
+        stream = getattr(sys, name)
+        if stream is not getattr(sys, f"__{name}__"):
+            continue  # somebody else has it: pytest, a notebook
+        try:
+            stream.flush()
+        except OSError:
+            pass
+        raw = io.BufferedWriter(Unfailing(numbers))
+        kept = io.TextIOWrapper(raw, stream.encoding, stream.errors, line_buffering=True)
+        setattr(sys, name, kept)
+
+
+class Unfailing(io.RawIOBase):
+    """The raw end of a stream, see `write`."""
+
+    def __init__(self, numbers: tuple[int, ...]):
+        self.numbers = numbers
+
+    def writable(self) -> bool:
+        return True
+
+    def fileno(self) -> int:
+        return self.numbers[0]
+
+    def isatty(self) -> bool:
+        return os.isatty(self.numbers[0])
+
+    def write(self, data: bytes) -> int:
+        return write(self.numbers, data)
+
+
+def write(numbers: tuple[int, ...], data: bytes) -> int:
+    """Write to the first of some file descriptors that takes `data`, of which it may be a part;
+    returns how many bytes it took. What none takes is lost."""
+    for number in numbers:
+        try:
+            return os.write(number, data)
+        except OSError:
+            continue
+    return len(data)

@@ -1,0 +1,263 @@
+"""Faults around a run: output that cannot be written, errors in mid-run, broken compilers."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+from steady import checkpoint, environment, generate, hardware, memory
+from steady.distributed import Place
+from steady.environment import Plan
+from steady.runlog import read_metrics
+
+import forked
+import pytest
+import torch
+from conftest import ROOT, TINY
+
+import model as model_file
+
+ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1"}
+LONG = [*TINY, "--max_iters=1000000"]
+
+
+def wait_until(condition, seconds=60):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "waited in vain"
+        time.sleep(0.02)
+
+
+@pytest.fixture
+def fork(tmp_path):
+    """`fork(["--key=value"], code)`: train.py in a process that ran `code` first."""
+    running = []
+
+    def start(arguments, code=""):
+        arguments = [*arguments, f"--out_dir={tmp_path}"]
+        running.append(forked.start(arguments, ENVIRONMENT, tmp_path / "output.txt", code))
+        return running[-1]
+
+    yield start
+    for process in running:
+        process.kill()
+
+
+def last_step(out):
+    return max((e["iter"] for e in read_metrics(out / "metrics.jsonl")), default=-1)
+
+
+# What stdout and stderr are before train.py begins, in a process of its own.
+STREAMS = {
+    "a pipe whose reader has left": "r, w = os.pipe(); os.dup2(w, 1); os.close(r)",
+    "both into that pipe": "r, w = os.pipe(); os.dup2(w, 1); os.dup2(w, 2); os.close(r)",
+    "a full disk": "os.dup2(os.open('/dev/full', os.O_WRONLY), 1)",
+    "closed": "os.close(1); os.close(2); sys.stdout = sys.stderr = None; "
+    "from steady.output import open_closed_streams; open_closed_streams()",
+}
+BEGIN = """
+import os, sys
+{}
+sys.stdout = sys.__stdout__ = sys.stdout and open(1, "w")
+sys.stderr = sys.__stderr__ = sys.stderr and open(2, "w")
+"""
+
+
+@pytest.mark.parametrize("streams", STREAMS)
+def test_f44_output_that_cannot_be_written_ends_no_run(fork, sums, tmp_path, streams):
+    process = fork([*LONG, f"--dataset={sums}"], BEGIN.format(STREAMS[streams]))
+    wait_until(lambda: last_step(tmp_path) >= 2 or not process.is_alive())
+    assert process.is_alive(), (process.exitcode, (tmp_path / "output.txt").read_text())
+    os.kill(process.pid, signal.SIGTERM)
+    process.join(60)
+    assert process.exitcode == 0
+    assert checkpoint.load(tmp_path / "ckpt.pt")["iter_num"] == last_step(tmp_path) + 1
+    on_stderr = (tmp_path / "output.txt").read_text()
+    if "whose" in streams or "full" in streams:  # stderr is still there to say how to go on
+        assert "stopped at iteration" in on_stderr and "--init_from=resume" in on_stderr
+
+
+# ---- errors in mid-run -------------------------------------------------------------------------
+
+FAIL_AT_FIFTH = """
+import torch
+from steady import optim
+owner, name, error = {}
+calls, real = [], getattr(owner, name)
+def failing(*arguments, **options):
+    calls.append(name)
+    if len(calls) == 5:
+        raise error
+    return real(*arguments, **options)
+setattr(owner, name, failing)
+"""
+
+
+def losses(out):
+    return [e["loss"] for e in read_metrics(out / "metrics.jsonl") if "loss" in e]
+
+
+@pytest.mark.parametrize(
+    ("error", "shown"),
+    [
+        ("torch.OutOfMemoryError('CUDA out of memory.')", "error: out of memory; saved {}"),
+        ("MemoryError()", "error: out of memory; saved {}"),
+        ("KeyError('unforeseen')", "error: the error above; saved {}"),
+    ],
+)
+def test_f47_an_error_in_mid_run_saves_and_resuming_is_exact(
+    fork, run, sums, tmp_path, error, shown
+):
+    arguments = [*TINY, f"--dataset={sums}", "--gradient_accumulation_steps=3"]
+    process = fork(arguments, FAIL_AT_FIFTH.format(f"optim, 'clip_in_step', {error}"))
+    process.join(60)
+    assert process.exitcode == 1
+    output = (tmp_path / "output.txt").read_text()
+    line = output.splitlines()[-1]
+    assert line.startswith(shown.format(tmp_path / "ckpt.pt")) and "at iteration 4;" in line
+    assert ("Traceback" in output) is ("unforeseen" in error)
+    flags = "--batch_size=2 --gradient_accumulation_steps=6 --init_from=resume"
+    assert (flags in line) is ("unforeseen" not in error)
+    run("train.py", *arguments, f"--out_dir={tmp_path}", "--init_from=resume")
+    run("train.py", *arguments, f"--out_dir={tmp_path / 'whole'}")
+    assert losses(tmp_path) == losses(tmp_path / "whole")
+
+
+def test_f47_half_an_optimizer_step_is_not_saved(fork, sums, tmp_path):
+    code = FAIL_AT_FIFTH.format("torch.amp.GradScaler, 'step', MemoryError()")
+    process = fork([*TINY, f"--dataset={sums}", "--eval_interval=3"], code)
+    process.join(60)
+    line = (tmp_path / "output.txt").read_text().splitlines()[-1]
+    assert process.exitcode == 1 and "in the middle of an optimizer step was not saved" in line
+    assert checkpoint.load(tmp_path / "ckpt.pt")["iter_num"] == 3
+
+
+# ---- a compiler that is there but broken -------------------------------------------------------
+
+
+def failing_compiler(monkeypatch, reason="no compiler today"):
+    def compiled(model, **options):
+        raise torch._dynamo.exc.TorchDynamoException(reason)
+
+    monkeypatch.setattr(torch, "compile", compiled)
+
+
+def test_f48_what_cannot_be_compiled_is_trained_uncompiled(run, sums, tmp_path, monkeypatch):
+    arguments = [*TINY, f"--dataset={sums}", "--max_iters=3"]
+    run("train.py", *arguments, f"--out_dir={tmp_path / 'eager'}")
+    failing_compiler(monkeypatch, "line one\nline two " + 500 * "long ")
+    shown = run("train.py", *arguments, "--compile=True", f"--out_dir={tmp_path / 'broken'}")
+    (line,) = [line for line in shown.splitlines() if "compiling fails here" in line]
+    assert "TorchDynamoException: line one line two long" in line and len(line) < 500
+    assert "TORCHDYNAMO_VERBOSE=1" in line and "not compiled" in line
+    assert losses(tmp_path / "broken") == losses(tmp_path / "eager")
+
+
+def test_f48_an_error_of_the_model_is_not_the_compilers(run, sums, tmp_path, monkeypatch):
+    def broken(self, *arguments):
+        raise RuntimeError("shapes cannot be multiplied")
+
+    monkeypatch.setattr(model_file.GPT, "forward", broken)
+    failing_compiler(monkeypatch)
+    with pytest.raises(RuntimeError, match="shapes cannot"):
+        run("train.py", *TINY, f"--dataset={sums}", "--compile=True", f"--out_dir={tmp_path}")
+
+
+def test_f48_suppressed_errors_of_the_compiler_are_seen(monkeypatch):
+    with torch._dynamo.config.patch(suppress_errors=True):
+        environment.compile_model(torch.nn.Linear(1, 1), Plan(None, "default", False), False, "")
+        assert not torch._dynamo.config.suppress_errors
+
+
+def test_f48_a_cache_folder_that_cannot_be_written_is_replaced(monkeypatch):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/dev/null/cache")
+    plan = environment.plan(True, "default", torch.device("cpu"))
+    assert plan.obstacle == (
+        "TORCHINDUCTOR_CACHE_DIR=/dev/null/cache cannot be written to: Not a directory"
+    )
+    assert os.access(os.environ["TORCHINDUCTOR_CACHE_DIR"], os.W_OK)
+
+
+# ---- more than there is ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", [{}, {"qk_norm": True, "tied_embeddings": False}])
+def test_f50_parameters_are_counted_without_building_the_model(options):
+    config = model_file.GPTConfig(
+        n_layer=3, n_head=4, n_kv_head=2, n_embd=32, vocab_size=64, **options
+    )
+    assert memory.num_params(config) == model_file.GPT(config).num_params()
+
+
+def test_f50_a_batch_beyond_all_memory_is_split_by_arithmetic(monkeypatch):
+    monkeypatch.setattr(hardware, "machine_memory_gib", lambda device: 8.0)
+    step = memory.Step(
+        model_file.GPTConfig(), 123_587_328, 10**12, torch.float32,
+        Plan("compile=False", "default", False), Place(),
+    )  # fmt: skip
+    wanted = memory.Split(10**6, "none")
+    found = memory.fit(lambda size, kind: "the model", step, wanted, torch.device("cpu"))
+    assert 1 < found.split.batch_size < 16
+    monkeypatch.setattr(hardware, "machine_memory_gib", lambda device: 1.0)
+    with pytest.raises(ValueError, match="even with one sequence"):
+        memory.fit(None, step, wanted, torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    "words", ["DefaultCPUAllocator: can't allocate memory: you tried", "not enough memory: you"]
+)
+def test_f50_cpus_have_other_words_for_out_of_memory(words):
+    assert memory.is_out_of_memory(RuntimeError(words)) and memory.is_out_of_memory(MemoryError())
+    assert not memory.is_out_of_memory(RuntimeError("size mismatch"))
+
+
+def test_f50_samples_beyond_all_memory_are_refused():
+    config, cpu = model_file.GPTConfig(), torch.device("cpu")
+    generate.require_room(config, 1, 5, 500, torch.float32, cpu)
+    for n, new in ((10**6, 500), (10, 2**31 - 1)):
+        with pytest.raises(ValueError, match=f"num_samples={n} .* GiB, but cpu has .* GiB"):
+            generate.require_room(config, n, 5, new, torch.float32, cpu)
+
+
+# ---- before anything else ----------------------------------------------------------------------
+
+
+def test_an_old_torch_is_named_before_anything_fails(tmp_path):
+    (tmp_path / "torch-2.4.1.dist-info").mkdir()
+    (tmp_path / "torch-2.4.1.dist-info" / "METADATA").write_text("Name: torch\nVersion: 2.4.1\n")
+    (tmp_path / "torch.py").write_text("raise ImportError('too old for this Python')\n")
+    found = subprocess.run(
+        [sys.executable, "train.py"], cwd=ROOT, capture_output=True, text=True,
+        env=os.environ | {"PYTHONPATH": str(tmp_path)},
+    )  # fmt: skip
+    assert found.returncode == 1
+    assert found.stderr == "error: torch 2.4.1 is too old: pip install --upgrade 'torch>=2.11'\n"
+
+
+@pytest.mark.parametrize("script", ["train.py", "sample.py"])
+def test_ctrl_c_while_torch_is_imported_leaves_in_silence(tmp_path, script):
+    (tmp_path / "torch.py").write_text(
+        "print('importing', flush=True)\nimport time\ntime.sleep(60)\n"
+    )
+    process = subprocess.Popen(
+        [sys.executable, script], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        env=os.environ | {"PYTHONPATH": str(tmp_path)}, text=True,
+    )  # fmt: skip
+    assert process.stdout.readline() == "importing\n"
+    process.send_signal(signal.SIGINT)
+    assert process.communicate(timeout=20)[0] == "" and process.returncode == -signal.SIGINT
+
+
+def test_f44_closed_streams_are_opened(tmp_path):
+    """Else the first file that is opened gets all that is printed."""
+    script = (
+        "import steady, sys\n"
+        f"file = open({str(tmp_path / 'file')!r}, 'w')\n"
+        "print('lost', flush=True); print('lost', file=sys.stderr, flush=True)\n"
+        "sys.exit(file.fileno() < 3)\n"
+    )
+    (tmp_path / "script.py").write_text(script)
+    command = f"{sys.executable} {tmp_path / 'script.py'} <&- >&- 2>&-"
+    done = subprocess.run(command, shell=True, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)})
+    assert done.returncode == 0 and (tmp_path / "file").read_text() == ""
