@@ -99,8 +99,7 @@ def test_one_sample_streams_and_equals_the_same_sample_in_one_piece(start, run, 
     assert len(early) == 40
     process.kill()
     whole = sample(run, trained, "--num_samples=1", "--start=1", "--max_new_tokens=60")
-    streamed, model = whole.removesuffix("\n"), checkpoint.load(trained / "best.pt")
-    assert len(streamed) == 61 and model["iter_num"] == 100
+    assert whole.startswith(early) and len(whole.removesuffix("\n")) == 61
 
 
 def test_f39_characters_of_several_bytes_in_any_locale(start, tmp_path):
