@@ -111,10 +111,10 @@ torch.manual_seed(seed)
 # -----------------------------------------------------------------------------
 # data and model: three ways to start
 data = DataSet(Path(__file__).parent / "data" / dataset, vocab_size)
+asked = GPTConfig.from_settings(config, data.padded_vocab_size)
 if init_from == "scratch":
-    start = checkpoint.Start(GPTConfig.from_settings(config, data.padded_vocab_size).settings())
+    start = checkpoint.Start(asked.settings())
 elif init_from == "resume":
-    asked = GPTConfig.from_settings(config, data.padded_vocab_size)
     start = checkpoint.resume(ckpt_path, asked, data.tokenizer)
 else:
     start = convert.start_from(init_from, data, block_size, dropout)
@@ -122,8 +122,8 @@ model_config = GPTConfig(**start.model_config)
 config |= {key: value for key, value in start.model_config.items() if key in config}
 train_file, val_file = data.open(block_size, model_config.vocab_size)
 
-memory.require_room(model_config, dtype, plan, here, device)
 # raw_model is never compiled or wrapped: it is what is saved, sampled and counted
+memory.require_room(model_config, dtype, plan, here, device)
 hardware.prepare(device, dtype, model_config.n_embd, block_size)
 raw_model = GPT(model_config)
 if start.weights is not None:
@@ -176,8 +176,7 @@ def evaluate(file: TokenFile) -> float:
     """Mean loss over the fixed windows of `file`, through the same (compiled) model as training."""
     model.eval()
     total, count = torch.zeros((), device=device), math.ceil(eval_sequences / batch_size)
-    sequences = count * batch_size
-    for tokens, targets in validation_batches(file, batch_size, sequences, device, here):
+    for tokens, targets in validation_batches(file, batch_size, count * batch_size, device, here):
         with autocast:
             total += model(tokens, targets)  # into our own tensor: a graph's output does not last
     model.train()
@@ -186,10 +185,7 @@ def evaluate(file: TokenFile) -> float:
 
 
 def try_step(size: int, checkpointing: str) -> torch.nn.Module:
-    """Run all that can run out of memory, with micro-batches of `size` sequences, leaving no trace.
-
-    Returns the model that it ran, compiled if the plan says so.
-    """
+    """Run all that may not fit into memory, leaving no trace; returns the model that it ran."""
     recompute.use_activation_checkpointing(raw_model, checkpointing)
     model = environment.compile_model(raw_model, plan, here.shards_model, checkpointing)
     tokens = torch.zeros(size, block_size, dtype=torch.int64, device=device)
@@ -243,8 +239,6 @@ fit = memory.fit(try_step, step, wanted, device, auto_batch)
 model, batch_size = fit.model, fit.split.batch_size
 gradient_accumulation_steps = sequences_per_iter // batch_size
 log.line(fit.report(sequences_per_iter))
-if plan.cuda_graphs:
-    log.line(environment.graphs_report())
 loader = DataLoader(
     train_file, batch_size, gradient_accumulation_steps, seed, device, here, data_offset
 )
@@ -253,9 +247,8 @@ loader = DataLoader(
 # training loop
 gc.collect()
 gc.freeze()  # set-up's many objects are no garbage; looking through them would stall a step
-log.start_clock(iter_num, sequences_per_iter * block_size, raw_model.flops_per_token(),
-                hardware.peak_flops(device, dtype, here.world_size),
-                hardware.total_memory_gib(device))  # fmt: skip
+limits = hardware.peak_flops(device, dtype, here.world_size), hardware.total_memory_gib(device)
+log.start_clock(iter_num, sequences_per_iter * block_size, raw_model.flops_per_token(), *limits)
 micro_batches = loader.micro_batches(iter_num)
 tokens, targets = next(micro_batches)
 loss = torch.zeros((), device=device)  # our own tensor: a CUDA graph's output would be overwritten

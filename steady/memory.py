@@ -79,10 +79,11 @@ class Fit(NamedTuple):
     memory: dict[str, float]  # what it takes, see `estimate`
     reason: str  # why it is not the split that was wanted; "" if it is
     warning: str = ""  # why the model is not compiled, though it was to be
+    graphs: str = ""  # what CUDA graphs were recorded
 
     def report(self, sequences: int) -> str:
         """What to tell the user about a global batch of so many sequences."""
-        line = f"{self.warning}memory {describe(self.memory)}, by estimate"
+        line = f"{self.warning}{self.graphs}memory {describe(self.memory)}, by estimate"
         if not self.reason:
             return line
         batch_size, kind = self.split
@@ -205,7 +206,8 @@ def fit(
             split = splits[0]
             reason = "batch_size=auto" if auto else OUT_OF_MEMORY
             reason = reason if split != wanted else ""
-            found = Fit(split, model, estimate(step, *split), reason, warning)
+            graphs = environment.graphs_report() + "\n" if step.plan.cuda_graphs else ""
+            found = Fit(split, model, estimate(step, *split), reason, warning, graphs)
             return with_gathered_weights(found, step, available_gib)
         del model
         release()

@@ -40,9 +40,12 @@ def test_later_arguments_win_whether_file_or_key(settings, tmp_path):
     assert resolve(settings, [str(file), "--steps=5"])["steps"] == 5
 
 
-def test_f32_int_is_accepted_for_float_and_booleans_in_any_case(settings):
+def test_f32_int_is_accepted_for_float_and_booleans_in_any_case(settings, tmp_path):
     config = resolve(settings, ["--rate=1", "--fast=false"])
     assert config["rate"] == 1.0 and type(config["rate"]) is float
+    file = tmp_path / "c.py"
+    file.write_text("rate = 1\n")  # not text here, but an int
+    assert type(resolve(settings, [str(file)])["rate"]) is float
     assert config["fast"] is False
     assert resolve(settings, ["--fast=TRUE"])["fast"] is True
 

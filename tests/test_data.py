@@ -12,6 +12,9 @@ from steady.tokenizer import ByteTokenizer, CharTokenizer, GPT2Tokenizer, from_m
 
 import numpy as np
 import pytest
+from conftest import ROOT
+
+from configurator import read_settings
 
 
 def read(folder, split):
@@ -305,6 +308,8 @@ def repository(tmp_path, monkeypatch):
 @pytest.mark.parametrize("name", ["openwebtext", "fineweb_edu", "tinystories", "climbmix"])
 def test_f38_hub_data_sets_are_read_as_parquet(run, tmp_path, repository, gpt2_files, name):
     """Dataset scripts, which `datasets` no longer runs, are not needed."""
+    default = read_settings(ROOT / "data" / name / "prepare.py")["path"].default
+    assert "/" in default  # nanoGPT's "openwebtext", without an owner, is a script
     run(f"data/{name}/prepare.py", f"--path={repository}", f"--out={tmp_path / 'out'}",
         "--val_fraction=0.1")  # fmt: skip
     meta = read_meta(tmp_path / "out")
@@ -315,6 +320,13 @@ def test_f38_hub_data_sets_are_read_as_parquet(run, tmp_path, repository, gpt2_f
     )
     assert meta["tokens"]["val"] > 0 and 10 < val.count("<|endoftext|>") < 60
     assert not (tmp_path / "out" / "shards").exists()
+
+
+def test_f38_a_repository_with_a_script_is_one_line(run, tmp_path, repository):
+    (repository / "repository.py").write_text("raise SystemExit('executed')")
+    with pytest.raises(ValueError, match="cannot load .*[Ss]cripts are no longer supported"):
+        run("data/tinystories/prepare.py", f"--path={repository}", "--tokenizer=byte",
+            f"--out={tmp_path / 'out'}")  # fmt: skip
 
 
 def test_processes_streaming_and_interruptions_change_nothing(

@@ -294,6 +294,14 @@ def test_what_cannot_be_done_is_refused_before_the_processes_meet(
             "--gradient_accumulation_steps=2", *arguments)  # fmt: skip
 
 
+def test_f12_fsdp_with_cuda_graphs_is_refused_and_the_alternatives_named():
+    pair = Place(0, 0, 2, "fsdp")
+    with pytest.raises(ValueError, match="use compile_mode=default .*, or parallel=ddp"):
+        distributed.check(pair, 2, torch.bfloat16, cuda_graphs=True)
+    distributed.check(pair, 2, torch.bfloat16, cuda_graphs=False)
+    distributed.check(pair._replace(parallel="ddp"), 2, torch.bfloat16, cuda_graphs=True)
+
+
 # Python's orderly end waits for threads, and sometimes aborts in one of torch's.
 LONG_THREAD = """
 import threading, time

@@ -9,10 +9,15 @@ from types import SimpleNamespace
 from steady import environment
 from steady.distributed import Place
 from steady.environment import Plan
+from steady.generate import sample_while_training
+from steady.tokenizer import CharTokenizer
 
+import numpy as np
 import pytest
 import torch
 from conftest import ROOT
+
+from model import GPT, GPTConfig
 
 CPU = torch.device("cpu")
 
@@ -106,8 +111,7 @@ def test_f08_libcuda_is_linked_under_both_names_without_root(tmp_path, monkeypat
 def test_f08_no_driver_and_a_wrong_variable_are_reported(tmp_path, monkeypatch):
     maps = tmp_path / "maps"
     maps.write_text("7f00-7f01 r-xp 00000000 08:01 123   /usr/lib/libc.so.6\n")
-    if environment.find_libcuda(maps) is None:
-        assert "is the NVIDIA driver installed" in environment.provide_libcuda(maps)
+    assert "is the NVIDIA driver installed" in environment.provide_libcuda(maps)
     monkeypatch.setenv("TRITON_LIBCUDA_PATH", str(tmp_path))
     assert "holds no libcuda.so" in environment.provide_libcuda(maps)
 
@@ -208,3 +212,45 @@ def test_f05_f48_the_messages_that_docs_quote_are_torchs(monkeypatch):
 
     with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match="backend='broken' raised:"):
         torch.compile(lambda x: x + 1, backend=broken)(torch.ones(1))
+
+
+# ---- F03, F04: what is compiled, and how often ------------------------------------------------
+
+
+@pytest.fixture
+def graphs(monkeypatch):
+    """A list of what is compiled from here on: as graphs only, since kernels would take seconds."""
+    compile, compiled = torch.compile, []
+
+    def keep(graph, inputs):
+        compiled.append(graph)
+        return graph
+
+    monkeypatch.setattr(torch, "compile", lambda f, mode, **more: compile(f, backend=keep, **more))
+    torch._dynamo.reset()
+    return compiled
+
+
+def compiled_model(by_block):
+    model = GPT(GPTConfig(block_size=8, vocab_size=64, n_layer=1, n_head=2, n_embd=16))
+    plan = Plan(None, "default", False)
+    return model, environment.compile_model(model, plan, by_block, checkpointing="none")
+
+
+@pytest.mark.parametrize("by_block", [False, True])
+def test_f04_no_code_is_compiled_for_all_shapes(graphs, by_block):
+    """It would be slow, and CUDA graphs would be recorded for every shape all the same."""
+    _, function = compiled_model(by_block)
+    for rows in (2, 3, 4):
+        tokens = torch.zeros(rows, 8, dtype=torch.int64)
+        function(tokens, tokens.clone())
+    assert len(graphs) == 3
+
+
+def test_f03_a_sample_compiles_nothing_where_blocks_are_compiled_in_place(graphs):
+    model, function = compiled_model(by_block=True)
+    tokens = torch.zeros(2, 8, dtype=torch.int64)
+    function(tokens, tokens.clone()).backward()
+    sample_while_training(model, np.zeros(3), CharTokenizer("0123456789"), seed=1)
+    function(tokens, tokens.clone()).backward()
+    assert len(graphs) == 1

@@ -64,10 +64,10 @@ from steady import environment, runlog
 from steady import generate
 from torch._dynamo.utils import counters
 draw_tokens, samples = generate.generate, []
-def longer_and_longer(model, tokens, max_new_tokens, **more):
+def more_and_more(model, tokens, max_new_tokens, **more):
     samples.append(max_new_tokens + 20 * len(samples))
-    return draw_tokens(model, tokens, samples[-1], **more)
-generate.generate = longer_and_longer
+    return draw_tokens(model, tokens.repeat(64 * len(samples), 1), samples[-1], **more)
+generate.generate = more_and_more
 evaluation, seen = runlog.RunLog.evaluation, []
 def watch(self, *arguments):
     evaluation(self, *arguments)
@@ -131,6 +131,13 @@ def train(data, out, *arguments, cap_gib=0.0, processes=1, **variables):
     }
 
 
+def selected(request, parameter):
+    """What the tests of this session that use the requested fixture have as `parameter`: so that
+    pytest's -k or a test's name runs the cells it needs and no others."""
+    users = [test for test in request.session.items if request.fixturename in test.fixturenames]
+    return {test.callspec.params[parameter] for test in users}
+
+
 # ---- F12: the matrix --------------------------------------------------------------------------
 
 MODES = ("off", "default", "reduce-overhead", "max-autotune")
@@ -161,8 +168,8 @@ def train_cell(data, out, mode, checkpointing, *arguments, **options):
 
 
 @pytest.fixture(scope="module")
-def matrix(data, reference, tmp_path_factory):
-    """Every cell, several at a time."""
+def matrix(request, data, reference, tmp_path_factory):
+    """Every cell that is asked for, several at a time."""
     folder = tmp_path_factory.mktemp("matrix")
 
     def run(cell):
@@ -172,12 +179,12 @@ def matrix(data, reference, tmp_path_factory):
             f"--gradient_accumulation_steps={accumulation}", f"--batch_size={32 // accumulation}",
         )  # fmt: skip
 
-    slowest_first = CELLS[::-1]
+    wanted = selected(request, "cell")
+    slowest_first = [cell for cell in CELLS[::-1] if cell in wanted]
     with ThreadPoolExecutor(12) as pool:
         results = dict(zip(slowest_first, pool.map(run, slowest_first), strict=True))
     rows = ["", "| compile | accumulation | checkpointing | worst loss difference | graphs |"]
-    for cell in CELLS:
-        found = results[cell]
+    for cell, found in reversed(results.items()):
         if "error" in found:
             rows.append(f"| {' | '.join(map(str, cell))} | failed | |")
             continue
@@ -218,7 +225,8 @@ def test_f03_f04_graphs_are_recorded_once_and_only_where_asked(matrix, cell):
 @pytest.mark.xdist_group("matrix")
 @pytest.mark.parametrize("cell", CELLS, ids=lambda cell: "-".join(map(str, cell)))
 def test_f07_nothing_grows_and_nothing_is_recompiled_after_the_first_evaluation(matrix, cell):
-    """That is before the first training step, and before samples, of which each is longer."""
+    """That is before the first training step, and before samples: each is longer than the one
+    before, and has more rows, so that its blocks would not fit into those that were left."""
     first, *later = matrix[cell]["seen"]
     assert len(later) == 6
     for evaluation in later:  # 2 MiB are one page of an expandable segment
@@ -413,7 +421,9 @@ def test_f06_expandable_segments_are_in_use_and_the_users_choice_is_kept():
 
 def test_f08_compiling_works_through_the_private_links(tmp_path):
     script = (
-        "import os, environment, torch\n"
+        "import os\n"
+        "from steady import environment\n"
+        "import torch\n"
         "assert environment.compile_obstacle(torch.device('cuda')) is None\n"
         "folder = os.environ['TRITON_LIBCUDA_PATH']\n"
         "assert sorted(os.listdir(folder)) == ['libcuda.so', 'libcuda.so.1']\n"
@@ -588,6 +598,22 @@ def test_f14_loss_is_as_close_to_float64_as_full_logits_are(dtype, mode, vocab_s
 
 
 @pytest.mark.parametrize("mode", [None, "default"])
+def test_f14_peak_memory_is_that_of_a_chunk_or_two(mode):
+    """All logits would take 3.1 GiB in bfloat16; a chunk takes 0.5, all else 0.3."""
+    torch._dynamo.reset()
+    rows, vocab_size, width = 2**15, 50304, 256
+    hidden = torch.randn(rows, width, device="cuda", requires_grad=True)
+    weight = torch.randn(vocab_size, width, device="cuda", requires_grad=True)
+    targets = torch.zeros(rows, dtype=torch.int64, device="cuda")
+    function = torch.compile(linear_cross_entropy, mode=mode) if mode else linear_cross_entropy
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    with torch.autocast("cuda", torch.bfloat16):
+        function(hidden, weight, targets).backward()
+    assert torch.cuda.max_memory_allocated() - before < 1.75 * 2**30
+
+
+@pytest.mark.parametrize("mode", [None, "default"])
 def test_f14_all_targets_ignored_is_zero(mode):
     torch._dynamo.reset()
     hidden = torch.randn(64, 32, device="cuda", requires_grad=True)
@@ -634,8 +660,8 @@ two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two G
 
 
 @pytest.fixture(scope="module")
-def several(data, tmp_path_factory):
-    """Every cell on two GPUs."""
+def several(request, data, tmp_path_factory):
+    """Every cell that is asked for, on two GPUs."""
     folder = tmp_path_factory.mktemp("several")
 
     def run(cell):
@@ -649,7 +675,9 @@ def several(data, tmp_path_factory):
         finally:
             pairs.put(pair)
 
-    slowest_first = SEVERAL[::-1]  # a pair of GPUs is not shared: exchanges would wait for turns
+    wanted = selected(request, "cell")
+    slowest_first = [cell for cell in SEVERAL[::-1] if cell in wanted]
+    # a pair of GPUs is not shared: exchanges would wait for turns
     numbers = map(str, range(torch.cuda.device_count()))
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(numbers)).split(",")
     pairs = queue.SimpleQueue()
@@ -724,8 +752,8 @@ GPT2 = ["--batch_size=64", "--gradient_accumulation_steps=1", "--block_size=1024
 
 
 @pytest.fixture(scope="module")
-def capped(data, tmp_path_factory):
-    """GPT-2 (124M), batch 64, with all of the GPU, and with parts of it."""
+def capped(request, data, tmp_path_factory):
+    """GPT-2 (124M), batch 64, with all of the GPU, and with the parts of it that are asked for."""
     folder = tmp_path_factory.mktemp("capped")
     jobs = {
         "uncapped": (0.0, []),
@@ -734,10 +762,12 @@ def capped(data, tmp_path_factory):
         "selective": (11.69, ["--activation_checkpointing=selective"]),
         "auto": (11.69, ["--batch_size=auto"]),
     }
+    wanted = selected(request, "name") | {"uncapped"}
     with ThreadPoolExecutor(5) as pool:
         futures = {
             name: pool.submit(train, data, folder / name, *GPT2, *more, cap_gib=cap)
             for name, (cap, more) in jobs.items()
+            if name in wanted
         }
         return {name: future.result() for name, future in futures.items()}
 

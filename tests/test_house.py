@@ -1,6 +1,7 @@
 """The structure of the project, read from its sources: who imports whom, how long files are."""
 
 import ast
+import runpy
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -58,3 +59,14 @@ def test_only_one_module_asks_how_processes_share_the_work():
             tree = ast.parse(path.read_text(encoding="utf-8"))
             words = {n.value for n in ast.walk(tree) if isinstance(n, ast.Constant)}
             assert not words & {"ddp", "fsdp"}, path
+
+
+def test_every_fix_can_still_be_switched_off():
+    """dev/switch_off.py replaces pieces of these sources: keep its list in step with them."""
+    script = runpy.run_path(str(ROOT / "dev" / "switch_off.py"))
+    fixes = script["read_fixes"](ROOT / "dev" / "switch_off.txt")
+    assert {fix.row for fix in fixes} >= {f"F{number:02}" for number in range(1, 44)}
+    for fix in fixes:
+        for name, old, new in fix.edits:
+            assert (ROOT / name).read_text(encoding="utf-8").count(old) == 1, (fix.row, old)
+            assert old != new

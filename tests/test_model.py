@@ -343,7 +343,7 @@ def test_a_decoding_step_is_recorded_once_and_then_replayed(monkeypatch):
 
 
 @pytest.mark.parametrize("length", [1, 10, 16, 40])
-def test_generate_equals_uncached_greedy_within_and_beyond_the_context(length):
+def test_f43_generate_equals_uncached_greedy_within_and_beyond_the_context(length):
     model = tiny().eval()
     with torch.no_grad():
         for p in model.parameters():

@@ -1,5 +1,6 @@
 """sample.py as a user runs it."""
 
+import json
 import os
 import shutil
 
@@ -101,8 +102,7 @@ def test_one_sample_streams_and_equals_the_same_sample_in_one_piece(start, run, 
     assert len(early) == 40
     process.kill()
     whole = sample(run, trained, "--num_samples=1", "--start=1", "--max_new_tokens=60")
-    streamed, model = whole.removesuffix("\n"), checkpoint.load(trained / "best.pt")
-    assert len(streamed) == 61 and model["iter_num"] == 100
+    assert whole.startswith(early) and len(whole.removesuffix("\n")) == 61
 
 
 def test_f39_characters_of_several_bytes_in_any_locale(start, tmp_path):
@@ -113,6 +113,9 @@ def test_f39_characters_of_several_bytes_in_any_locale(start, tmp_path):
     prepare = start("data/text/prepare.py", f"--input={tmp_path / 'text.txt'}",
                     "--tokenizer=char", f"--out={tmp_path / 'data'}", **old)  # fmt: skip
     assert prepare.wait() == 0, prepare.stdout.read()
+    meta = tmp_path / "data" / "meta.json"  # as another program might write it: not in ASCII
+    content = json.loads(meta.read_text(encoding="utf-8"))
+    meta.write_text(json.dumps(content, ensure_ascii=False), encoding="utf-8")
     train = start("train.py", *TINY, f"--dataset={tmp_path / 'data'}", f"--out_dir={tmp_path}",
                   "--max_iters=1", **old)  # fmt: skip
     assert train.wait() == 0, train.stdout.read()
