@@ -242,12 +242,12 @@ def splits_to_try(step: Step, wanted: Split, limit_gib: float, auto: bool = Fals
     """
     kind = wanted.activation_checkpointing
     sizes = [step.sequences if auto else wanted.batch_size]
-    largest = bisect.bisect(  # that may fit: only from there on divisors are looked for
+    largest = bisect.bisect(  # that may fit: there may be too many above to look at each
         range(1, sizes[0] + 1), False,
         key=lambda size: sum(estimate(step, size, kind).values()) > limit_gib,
     )  # fmt: skip
     while sizes[-1] > 1:
-        below = min(largest, sizes[-1] - 1 if auto else sizes[-1] // 2)
+        below = min(largest, sizes[-1] - 1) if auto else sizes[-1] // 2
         sizes.append(next((n for n in range(below, 1, -1) if step.sequences % n == 0), 1))
     more = CHECKPOINTING[CHECKPOINTING.index(kind) + 1 :]
     splits = [Split(size, kind) for size in sizes] + [Split(1, kind) for kind in more]
