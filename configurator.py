@@ -59,7 +59,7 @@ RANGES = (
     )),
     ("at least 0 and finite", lambda value: 0 <= value < math.inf, (
         "learning_rate", "min_lr", "weight_decay", "grad_clip", "norm_eps", "temperature",
-        "decay_fraction", "baseline",
+        "decay_fraction", "reference",
     )),
     ("above 0 and finite", lambda value: 0 < value < math.inf, ("rope_theta",)),
     ("at least 0 and below 1", lambda value: 0 <= value < 1, ("beta1", "beta2", "dropout")),
@@ -194,7 +194,7 @@ def resolve(
 ) -> dict[str, Any]:
     """Settings after the config files and `--key=value` arguments, in the order given."""
     config = {name: setting.default for name, setting in settings.items()}
-    for argument, following in zip(arguments, [*arguments[1:], "-"], strict=True):
+    for argument, following in zip(arguments, [*arguments, "-"][1:], strict=True):
         if not argument.startswith("-"):
             run_config_file(argument, settings, config, ignored or {})
             continue

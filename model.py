@@ -63,7 +63,7 @@ class GPTConfig:
         if self.head_dim % 2:
             raise ValueError(
                 f"head dimension n_embd / n_head = {self.head_dim} is odd, but rotary embeddings "
-                f"turn pairs: use n_embd={self.n_head * (self.head_dim + 1)}"
+                f"rotate pairs: use n_embd={self.n_head * (self.head_dim + 1)}"
             )
 
     @classmethod
@@ -94,8 +94,7 @@ class RMSNorm(nn.Module):
 def rope_tables(positions: Tensor, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
     """What `apply_rope` multiplies by at `positions` (T,): two tables (T, 1, D) in float32.
 
-    Row t holds the cosines of t's angles twice, and their sines, first with a minus and then with a
-    plus sign.
+    For the D / 2 angles a of a position they hold (cos a, cos a) and (-sin a, sin a).
     """
     pairs = torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float32)
     angles = positions[:, None, None].float() * theta ** (-pairs / head_dim)  # (T, 1, D / 2)
@@ -106,8 +105,8 @@ def rope_tables(positions: Tensor, head_dim: int, theta: float) -> tuple[Tensor,
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate the pairs (i, i + D / 2) of x (B, T, heads, D) by their position's angles.
 
-    Computed in float32, returned in x's dtype: in float32 it would slow attention down or switch
-    its fast kernels off (Su et al. 2021, "RoFormer").
+    Computed in float32 and cast back, because float32 queries would switch off attention's fast
+    kernels (Su et al. 2021, "RoFormer").
     """
     first, second = x.chunk(2, dim=-1)
     swapped = torch.cat((second, first), dim=-1)
@@ -237,7 +236,7 @@ class GPT(nn.Module):
         Args:
             tokens: (B, T) int64, T at most block_size.
             targets: (B, T) int64; positions of -1 do not count.
-            cache: holds the tokens before these, and takes these up.
+            cache: keys and values of the tokens before these, to which these are added.
 
         Returns the mean loss (scalar, float32), or logits (B, T, V); with a cache only the last
         position's, (B, 1, V).

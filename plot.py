@@ -20,7 +20,7 @@ from configurator import configure
 # the picture
 png = "runs.png"  # file to write
 x = "iter"  # the horizontal axis: iter, tokens or time (of training steps alone)
-baseline = 0.0  # a loss to compare with, such as that of token frequencies; 0: none
+reference = 0.0  # a loss to compare with, such as that of token frequencies; 0: none
 smooth = 0.05  # share of a run over which the training loss is averaged; 0: not at all
 
 paths = [argument for argument in sys.argv[1:] if not argument.startswith("-")]
@@ -132,10 +132,10 @@ ends = [run["evaluations"][-1]["val_loss"] for run in runs if run["baseline"]]
 if ends:
     losses.axhline(min(ends), color="0.4", linestyle=":", linewidth=1, zorder=0,
                    label=f"the baseline's final loss, {min(ends):.3f}")  # fmt: skip
-if baseline:
-    losses.axhline(baseline, color="gray", linestyle="--", linewidth=1,
-                   label=f"baseline {baseline:.2f}")  # fmt: skip
-    tops.append(baseline)
+if reference:
+    losses.axhline(reference, color="gray", linestyle="--", linewidth=1,
+                   label=f"reference {reference:.2f}")  # fmt: skip
+    tops.append(reference)
 if tops:
     lowest = losses.dataLim.y0
     losses.set_ylim(lowest - 0.05 * (max(tops) - lowest), max(tops) + 0.05 * (max(tops) - lowest))

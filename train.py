@@ -64,8 +64,8 @@ optimizer = "adamw"  # adamw, or muon for the blocks' matrices: learns faster
 learning_rate = 6e-4  # peak learning rate
 max_iters = 600000  # iterations to train for
 weight_decay = 1e-1  # of matrices and embeddings
-beta1 = 0.9  # AdamW
-beta2 = 0.95  # AdamW
+beta1 = 0.9  # AdamW: memory of the gradient's mean
+beta2 = 0.95  # AdamW: memory of its square
 grad_clip = 1.0  # largest gradient norm; 0.0: no clipping
 # learning-rate schedule
 lr_schedule = "cosine"  # cosine, or wsd: warm-up, stable, decay
@@ -79,7 +79,7 @@ device = "auto"  # auto, cpu, cuda, cuda:N, mps
 dtype = "auto"  # auto, float32, bfloat16, float16: what matrix products are computed in
 compile = True  # torch.compile the model; falls back with a line that says why
 compile_mode = "default"  # default, reduce-overhead, max-autotune, max-autotune-no-cudagraphs
-activation_checkpointing = "none"  # none, selective (all but attention) or block: less memory
+activation_checkpointing = "none"  # recompute for memory: none, selective (not attention), block
 parallel = "ddp"  # several processes: ddp, or fsdp to divide a model too large for one GPU
 backend = "auto"  # between processes: auto, nccl, gloo
 profile = False  # write out_dir/trace.json of a few steps
@@ -91,19 +91,19 @@ if auto_batch:  # as many as fit, in the global batch that there would be withou
     batch_size = config["batch_size"] = without_auto(__file__, "batch_size")
 
 # -----------------------------------------------------------------------------
-# this process, its device, and what it will use of it
+# this process, its device, and whether its model is compiled
 here = distributed.place(parallel)
 out_path = Path(out_dir)
 ckpt_path, best_path = out_path / "ckpt.pt", out_path / "best.pt"
 if here.restarted and ckpt_path.exists():
-    init_from = config["init_from"] = "resume"
+    init_from = config["init_from"] = "resume"  # torchrun starts all anew after one has died
 device = hardware.choose_device(device, here.local_rank if here.world_size > 1 else None)
 dtype = hardware.choose_dtype(dtype, device)
 hardware.require_cuda(device, memory_snapshot=memory_snapshot)
 plan = environment.plan(compile, compile_mode, device)
 distributed.check(here, gradient_accumulation_steps, dtype, plan.cuda_graphs)
 distributed.start(here, device, backend, config)
-if not eval_only or wandb_log:  # it writes
+if not eval_only or wandb_log:  # this run writes to out_dir: lock it
     distributed.first_does(here, partial(folder.claim, out_path))
 autocast = hardware.autocast(device, dtype)
 torch.manual_seed(seed)
@@ -136,7 +136,7 @@ distributed.place_model(raw_model, here, device, dtype)
 gradients = optim.Gradients(raw_model, keep=plan.cuda_graphs, summed=here.sums_gradients)
 optimizer = optim.build_optimizer(raw_model, config, plan.compiled)
 scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
-if start.optimizer is not None:
+if start.optimizer is not None and not eval_only:
     checkpoint.load_optimizer(optimizer, scaler, start, ckpt_path)
 iter_num, best_val_loss = start.iter_num, start.best_val_loss
 pretrained_dtype = start.pretrained_dtype
@@ -164,7 +164,7 @@ log.settings(config, __file__)
 def micro_step(model: torch.nn.Module, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     """Forward and backward; returns this micro-batch's part of the step's loss."""
     if plan.cuda_graphs:
-        torch.compiler.cudagraph_mark_step_begin()  # the outputs of the one before may go
+        torch.compiler.cudagraph_mark_step_begin()  # the last output may be overwritten now
     with autocast:
         micro_loss = model(tokens, targets) / gradient_accumulation_steps
     scaler.scale(micro_loss).backward()
@@ -185,11 +185,11 @@ def evaluate(file: TokenFile) -> float:
 
 
 def try_step(size: int, checkpointing: str) -> torch.nn.Module:
-    """Run all that may not fit into memory, leaving no trace; returns the model that it ran."""
+    """Forward, backward and evaluation, to see if they fit; returns the model that ran."""
     recompute.use_activation_checkpointing(raw_model, checkpointing)
     model = environment.compile_model(raw_model, plan, here.shards_model, checkpointing)
     tokens = torch.zeros(size, block_size, dtype=torch.int64, device=device)
-    targets = torch.zeros_like(tokens)  # a tensor of its own, as in training, or it is recompiled
+    targets = torch.zeros_like(tokens)  # not `tokens` itself, for which other code is compiled
     # A CUDA graph's first run warms up, the second records, the third replays.
     runs = 3 if plan.cuda_graphs else min(2, sequences_per_process // size)
     try:
@@ -253,7 +253,7 @@ micro_batches = loader.micro_batches(iter_num)
 tokens, targets = next(micro_batches)
 loss = torch.zeros((), device=device)  # our own tensor: a CUDA graph's output would be overwritten
 stopping, saved_iter = False, None
-rescue = Rescue(ckpt_path, training_state, step, fit.split)
+rescue = Rescue(ckpt_path, training_state, step, fit.split)  # an error saves the state first
 while True:
     # ---- learning rate ------------------------------------------------------
     lr = optim.set_schedule(optimizer, iter_num, config)
@@ -284,7 +284,7 @@ while True:
         break
 
     # ---- micro-steps --------------------------------------------------------
-    torch.manual_seed(hash((seed, iter_num, here.rank)))  # dropout too does not depend on a resume
+    torch.manual_seed(hash((seed, iter_num, here.rank)))  # so dropout is the same after a resume
     loss.zero_()
     for _ in range(gradient_accumulation_steps // here.world_size):
         loss += micro_step(model, tokens, targets)
@@ -295,10 +295,10 @@ while True:
     scaler.unscale_(optimizer)
     grad_norm = optim.clip_in_step(optimizer, grad_clip)
     logging = iter_num % log_interval == 0 or iter_num + 1 == max_iters
-    if logging:  # copied already, so that reading it does not wait for the optimizer
+    if logging:  # copied now, so that reading it does not wait for the optimizer
         distributed.all_reduce_sum(loss)
         read_numbers = hardware.read_later(loss, grad_norm)
-    rescue.whole = False  # from here to the end of the step an error leaves nothing to save
+    rescue.whole = False  # until iter_num is raised, weights and iteration do not fit together
     scaler.step(optimizer)
     scaler.update()
     gradients.clear()

@@ -1,4 +1,4 @@
-"""GPT-2 (124M) shape with Muon: the most loss per minute, for runs of minutes to an hour on one GPU.
+"""GPT-2 (124M) shape with Muon: learns fastest in runs of minutes to an hour on one GPU.
 
     python data/fineweb_edu/prepare.py --num_proc=8 --max_tokens=1000000000
     python train.py config/train_gpt2_muon.py

@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import os
+import re
 import secrets
 import socket
 import tempfile
@@ -14,6 +15,11 @@ try:
     import fcntl
 except ImportError:  # Windows
     fcntl = None
+
+FILES = ("ckpt.pt", "best.pt", "metrics.jsonl")
+TEMPORARY = re.compile(
+    rf"({'|'.join(map(re.escape, FILES))})\.[0-9a-f]{{8}}\.tmp"
+)  # see whole_file
 
 held: list[int] = []  # locked files, which stay open until the process ends
 
@@ -51,13 +57,14 @@ def claim(out_dir: Path) -> None:
     with contextlib.suppress(OSError):
         os.ftruncate(lock, 0)
         os.write(lock, f"process {os.getpid()} on {socket.gethostname()}".encode())
-    for left_behind in out_dir.glob("*.tmp"):  # by a run that was killed while it wrote
-        left_behind.unlink(missing_ok=True)
+    for left_behind in out_dir.iterdir():  # by a run that was killed while it wrote
+        if TEMPORARY.fullmatch(left_behind.name):
+            left_behind.unlink(missing_ok=True)
 
 
 def set_aside(out_dir: Path) -> None:
     """Move an earlier run's files to `out_dir/previous`, so that a new run cannot destroy them."""
-    found = [out_dir / name for name in ("ckpt.pt", "best.pt", "metrics.jsonl")]
+    found = [out_dir / name for name in FILES]
     found = [path for path in found if path.exists()]
     if found:
         (out_dir / "previous").mkdir(exist_ok=True)

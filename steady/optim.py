@@ -1,7 +1,7 @@
-"""AdamW, the gradients it reads, clipping, and the learning-rate schedules."""
+"""AdamW and Muon, the gradients they read, clipping, and the learning-rate schedules."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from steady import muon
@@ -46,9 +46,9 @@ class Muon(AdamW):
     def __init__(self, groups: list[dict[str, Any]], compiled: bool, **settings: Any):
         super().__init__(groups, **settings)
         self.add_momentum, self.scale_rows = muon.add_momentum, muon.scale_rows
-        if compiled:  # a fraction of the memory traffic, which is most of what Muon costs
-            self.add_momentum = torch.compile(muon.add_momentum, dynamic=True)
-            self.scale_rows = torch.compile(muon.scale_rows, dynamic=True)
+        if compiled and self.muon_group["params"][0].is_cuda:  # a third of the memory traffic
+            self.add_momentum = compiled_if_possible(muon.add_momentum)
+            self.scale_rows = compiled_if_possible(muon.scale_rows)
         self.stacks = []
         for parameters in stackable(self.muon_group["params"]):
             local = local_shards(parameters)
@@ -87,6 +87,22 @@ class Muon(AdamW):
             change = self.scale_rows(update, mean_square, usable, lr)
             torch._foreach_mul_(weights, 1.0 - usable * decay)
             torch._foreach_sub_(weights, change.unbind())
+
+
+def compiled_if_possible(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """`function`, compiled for all shapes at once; as it is where that fails, which is no reason to
+    end a run. (Compiling fails before anything is computed.)"""
+    compiled = torch.compile(function, dynamic=True)
+
+    def call(*tensors: Tensor) -> Tensor:
+        nonlocal compiled
+        try:
+            return compiled(*tensors)
+        except torch._dynamo.exc.TorchDynamoException:
+            compiled = function
+            return function(*tensors)
+
+    return call
 
 
 def stackable(parameters: list[nn.Parameter]) -> Iterator[list[nn.Parameter]]:

@@ -103,7 +103,7 @@ def complete(folder: Path, tokenizer: Tokenizer) -> dict[str, int]:
     counts = {}
     for split in SPLITS:
         counts[split] = (folder / f"{split}.bin.tmp").stat().st_size // dtype.itemsize
-        if counts[split] == 0:
+        if counts[split] <= (tokenizer.end_of_text is not None):  # one text, and nothing in it
             raise ValueError(f"the {split} split of {folder} would be empty: more text is needed")
     seen = np.zeros(tokenizer.vocab_size, dtype=np.int64)
     with open(folder / "val.bin.tmp", "rb") as file:
@@ -276,7 +276,11 @@ def write_in_shards(
                     shutil.copyfileobj(part, whole, 2**24)
             if left is not None and whole.tell() > left:
                 whole.truncate(left)
-    complete(folder, tokenizer)
+    try:
+        complete(folder, tokenizer)
+    except ValueError:
+        shutil.rmtree(shards)  # parts of nothing: they would stand in the way of more text
+        raise
     skipped = [path.read_text(encoding="utf-8") for path in sorted(shards.glob("*.skipped"))]
     if skipped:
         rows = "".join(skipped).splitlines()

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from steady import checkpoint, memory, output
-from steady.distributed import launcher, leave
+from steady.distributed import gather_full, launcher, leave
 from steady.memory import Split, Step
 
 from configurator import one_line_errors
@@ -93,7 +93,7 @@ class Rescue:
         if self.step.here.shards_model:
             return "the state, divided among the processes, was not saved"
         try:
-            state = self.state()
+            state = gather_full(self.state())  # nothing is exchanged: nothing is sharded
             checkpoint.save(self.path, state)
             return f"saved {self.path} at iteration {state['iter_num']}"
         except Exception as error:

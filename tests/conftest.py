@@ -129,4 +129,5 @@ def fresh_torch():
     then come in one order."""
     torch.set_num_threads(1)
     torch.set_float32_matmul_precision("highest")
+    torch._functorch.config.activation_memory_budget = 1.0
     torch.backends.cuda.enable_flash_sdp(True)

@@ -482,6 +482,7 @@ def test_clipping_and_stepping_divided_parameters_is_free_of_dtensors(divided):
     """Each operation on a DTensor costs the host some 10 microseconds for each of its tensors."""
     tokens = torch.zeros(1, 8, dtype=torch.int64)
     settings = {"learning_rate": 1e-2, "beta1": 0.9, "beta2": 0.95, "weight_decay": 0.1}
+    settings["optimizer"] = "adamw"
     optimizer = build_optimizer(divided, settings)
     divided(tokens, tokens).backward()
     parameter = divided.blocks[0].mlp.gate_proj.weight

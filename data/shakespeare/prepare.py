@@ -1,7 +1,7 @@
 """Tiny Shakespeare in GPT-2's byte-pair encoding (nanoGPT's data set, the same split).
 
 python data/shakespeare/prepare.py
-python data/shakespeare/prepare.py --input=input.txt
+python data/shakespeare/prepare.py --tokenizer=hf:HuggingFaceTB/SmolLM2-135M --out=data/shakespeare_smollm2
 """
 
 import sys
@@ -9,15 +9,16 @@ from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[2])]
 from steady.prepare import split_text, write_dataset
-from steady.tokenizer import GPT2Tokenizer
+from steady.tokenizer import named
 
 from configurator import configure
 from tiny_shakespeare import tiny_shakespeare
 
+tokenizer = "gpt2"  # gpt2, byte, or hf:PATH_OR_HUB_ID
 input = ""  # a local copy of the text; default: download it
 out = ""  # folder to write to; default: this one
 
 configure(globals())
 
 splits = split_text(tiny_shakespeare(input))
-write_dataset(out or Path(__file__).parent, GPT2Tokenizer(), splits)
+write_dataset(out or Path(__file__).parent, named(tokenizer), splits)

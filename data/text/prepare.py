@@ -32,7 +32,8 @@ if not input:
     raise ValueError("no input: pass --input=FILE, or a glob such as --input='notes/**/*.md'")
 paths = []
 for pattern in input.split(","):
-    found = sorted(path for path in glob.glob(pattern, recursive=True) if Path(path).is_file())
+    matches = [pattern] if Path(pattern).exists() else glob.glob(pattern, recursive=True)
+    found = sorted(path for path in matches if Path(path).is_file())
     if not found:
         raise ValueError(f"no file matches --input={pattern}")
     paths += map(Path, found)
