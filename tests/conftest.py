@@ -22,6 +22,7 @@ from steady.prepare import split_text, write_dataset  # noqa: E402
 from steady.tokenizer import CharTokenizer  # noqa: E402
 
 import torch  # noqa: E402
+import torch._functorch.config  # noqa: E402
 
 # Sums such as "12+34=46": learnable, and the same on every machine.
 SUMS = "".join(f"{a}+{b}={a + b}\n" for a, b in ((i * 7 % 100, i * 13 % 97) for i in range(2000)))

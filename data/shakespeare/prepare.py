@@ -1,7 +1,7 @@
 """Tiny Shakespeare in GPT-2's byte-pair encoding (nanoGPT's data set, the same split).
 
 python data/shakespeare/prepare.py
-python data/shakespeare/prepare.py --tokenizer=hf:HuggingFaceTB/SmolLM2-135M --out=data/shakespeare_smollm2
+python data/shakespeare/prepare.py --tokenizer=byte --out=data/shakespeare_byte
 """
 
 import sys
