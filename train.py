@@ -233,7 +233,7 @@ stop = StopRequest(alone=here.world_size == 1, announce=here.master)
 # find out whether a step fits into memory, and split it further if not: the same global batch,
 # the same data, the same loss curve
 step = memory.Step(model_config, raw_model.num_params(), sequences_per_process, dtype, plan, here,
-                   muon=config["optimizer"] == "muon")  # fmt: skip
+                   muon=isinstance(optimizer, optim.Muon))  # fmt: skip
 wanted = memory.Split(batch_size, activation_checkpointing)
 fit = memory.fit(try_step, step, wanted, device, auto_batch)
 model, batch_size = fit.model, fit.split.batch_size
@@ -247,8 +247,8 @@ loader = DataLoader(
 # training loop
 gc.collect()
 gc.freeze()  # set-up's many objects are no garbage; looking through them would stall a step
-limits = hardware.peak_flops(device, dtype, here.world_size), hardware.total_memory_gib(device)
-log.start_clock(iter_num, sequences_per_iter * block_size, raw_model.flops_per_token(), *limits)
+limits = hardware.limits(device, dtype, here.world_size)
+log.start_clock(iter_num, sequences_per_iter * block_size, raw_model.flops_per_token(), limits)
 micro_batches = loader.micro_batches(iter_num)
 tokens, targets = next(micro_batches)
 loss = torch.zeros((), device=device)  # our own tensor: a CUDA graph's output would be overwritten

@@ -126,7 +126,9 @@ optimizer = torch.optim.AdamW(groups, lr=learning_rate, betas=(0.9, 0.95), fused
 Path(out_dir).mkdir(parents=True, exist_ok=True)
 log = RunLog(Path(out_dir), config | {"eval_only": False, "wandb_log": False}, 0)
 log.line(f"plain GPT-2, {sum(p.numel() for p in parameters):,} parameters")
-log.start_clock(0, batch_size * gradient_accumulation_steps * block_size, 0, None)
+log.start_clock(
+    0, batch_size * gradient_accumulation_steps * block_size, 0, hardware.Limits(None, None)
+)
 micro_batches = loader.micro_batches(0)
 tokens, targets = next(micro_batches)
 for step in range(max_iters + 1):

@@ -6,6 +6,7 @@ import math
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -113,6 +114,18 @@ def peak_memory_gib(device: torch.device) -> float | None:
 def total_memory_gib(device: torch.device) -> float | None:
     """The memory of the GPU, in GiB; None on devices that do not say."""
     return torch.cuda.mem_get_info(device)[1] / 2**30 if device.type == "cuda" else None
+
+
+class Limits(NamedTuple):
+    """What of a run's speed and memory is compared with; None where it is not known."""
+
+    peak_flops: float | None  # of all devices together
+    memory_gib: float | None  # of this one
+
+
+def limits(device: torch.device, dtype: torch.dtype, devices: int) -> Limits:
+    """The limits of so many devices of this kind."""
+    return Limits(peak_flops(device, dtype, devices), total_memory_gib(device))
 
 
 def available_memory_gib(device: torch.device) -> float:

@@ -13,6 +13,7 @@ from typing import Any
 
 from steady import output
 from steady.folder import whole_file
+from steady.hardware import Limits
 
 from configurator import batch_note, read_settings, resolve
 
@@ -96,18 +97,12 @@ class RunLog:
             self.line(note)
 
     def start_clock(
-        self,
-        iter_num: int,
-        tokens_per_iter: int,
-        flops_per_token: int,
-        peak_flops: float | None,
-        total_gib: float | None = None,
+        self, iter_num: int, tokens_per_iter: int, flops_per_token: int, limits: Limits
     ) -> None:
-        """The loop begins. peak_flops: of all devices together in FLOP/s, None if not known.
-        total_gib: memory of the GPU."""
-        self.total_gib = total_gib
+        """The loop begins."""
         self.tokens_per_iter = tokens_per_iter
-        self.flops_per_iter, self.peak_flops = flops_per_token * tokens_per_iter, peak_flops
+        self.flops_per_iter = flops_per_token * tokens_per_iter
+        self.peak_flops, self.total_gib = limits.peak_flops, limits.memory_gib
         self.restart_clock(iter_num)
 
     def restart_clock(self, iter_num: int) -> None:

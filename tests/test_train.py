@@ -580,7 +580,7 @@ def test_the_end_says_how_much_was_seen_and_where_the_best_is(run, sums, tmp_pat
 def test_the_bar_shows_loss_time_left_and_memory(monkeypatch, tmp_path):
     monkeypatch.setattr("sys.stdout.isatty", lambda: True)
     log = RunLog(tmp_path, {"eval_only": False, "max_iters": 10, "wandb_log": False}, 0)
-    log.start_clock(0, 64, 1000, None, total_gib=80.0)
+    log.start_clock(0, 64, 1000, hardware.Limits(None, 80.0))
     log.step(0, 2.5, 1e-3, 1.0, 11.66)
     log.progress(1)
     bar = str(log.bar)
