@@ -210,3 +210,7 @@ def test_help_columns_line_up(settings):
     lines = [line for line in shown if line.startswith("  --")]
     columns = {line.index(settings[line[4:].split("=")[0]].comment) for line in lines}
     assert len(lines) == len(settings) and len(columns) == 1
+
+
+def test_a_script_without_arguments_has_its_defaults(settings):
+    assert resolve(settings, []) == {name: setting.default for name, setting in settings.items()}
