@@ -43,7 +43,7 @@ def test_compare_finds_a_slower_model(start, tmp_path):
     shutil.copytree(ROOT / "steady", tmp_path / "steady")
     fast = (ROOT / "model.py").read_text(encoding="utf-8")
     slow = fast.replace(
-        "T = tokens.shape[1]", "__import__('time').sleep(0.02); T = tokens.shape[1]"
+        "T = tokens.shape[1]", "__import__('time').sleep(0.1); T = tokens.shape[1]"
     )
     assert slow != fast
     (tmp_path / "model.py").write_text(slow, encoding="utf-8")
@@ -52,7 +52,7 @@ def test_compare_finds_a_slower_model(start, tmp_path):
     shown = process.stdout.read()
     assert process.wait() == 0, shown
     difference, error = re.search(r"([+-][\d.]+) \(([\d.]+)\)$", shown, re.MULTILINE).groups()
-    assert 18 < float(difference) < 40 and float(error) < 5
+    assert 90 < float(difference) < 200 and float(error) < 25
 
 
 def test_time_to_loss_compares_ours_with_the_plain_baseline(start, sums, tmp_path):
