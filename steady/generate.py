@@ -132,13 +132,10 @@ def generate(
         if held + context.shape[1] > size:
             cache.position.zero_()
             held, context = 0, tokens[:, -max(1, size // 2) :]
-        if context.shape[1] > 1 or not cuda_graph:
-            logits = step(context)
-        elif decode is None:
-            logits = step(context)
+        single = context.shape[1] == 1
+        logits = decode(context) if decode and single else step(context)
+        if cuda_graph and single and not decode:
             decode = as_cuda_graph(step, context)
-        else:
-            logits = decode(context)
         held += context.shape[1]
         logits = logits[:, -1, :vocab_size].float()  # (B, V)
         new = draw(logits, temperature, top_k, top_p, generator)  # (B,)

@@ -66,12 +66,12 @@ def orthogonalise(matrices: Tensor) -> Tensor:
     return x if wide is matrices else x.mT
 
 
-def orthogonalise_together(matrices: Tensor, row_shards: bool) -> Tensor:
+def orthogonalise_together(matrices: Tensor, whole_rows: int | None = None) -> Tensor:
     """`orthogonalise`, with the work divided among all processes.
 
     Args:
-        matrices: (n, rows, columns), the same on every process; or with `row_shards` this process's
-            rows of each, as FSDP2 divides them.
+        matrices: (n, rows, columns), the same on every process; or if `whole_rows` is given this
+            process's rows of each, as FSDP2 divides matrices of so many rows.
     """
     if not dist.is_initialized():
         return orthogonalise(matrices)
@@ -79,16 +79,15 @@ def orthogonalise_together(matrices: Tensor, row_shards: bool) -> Tensor:
     n, rows, columns = matrices.shape
     share = math.ceil(n / world_size)  # matrices that a process treats
     padded = F.pad(matrices, (0, 0, 0, 0, 0, share * world_size - n))
-    if not row_shards:
+    if whole_rows is None:
         own = orthogonalise(padded[rank * share :][:share]).contiguous()
         gathered = own.new_empty((share * world_size, rows, columns))
         dist.all_gather_into_tensor(gathered, own)
         return gathered[:n]
     # Every process sends its rows of a matrix to the process that treats it.
-    heights = torch.zeros(world_size, dtype=torch.int64)
-    heights[rank] = rows
-    dist.all_reduce(heights)
-    theirs = [share * height * columns for height in heights.tolist()]
+    most = math.ceil(whole_rows / world_size)  # all but the last processes have so many
+    heights = [min(most, max(0, whole_rows - i * most)) for i in range(world_size)]
+    theirs = [share * height * columns for height in heights]
     ours = [share * rows * columns] * world_size
     received = padded.new_empty(sum(theirs))
     dist.all_to_all_single(received, padded.flatten(), theirs, ours)

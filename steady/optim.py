@@ -83,7 +83,8 @@ class Muon(AdamW):
             gradient = torch.stack(local_shards([p.grad for p in parameters]))
             update = self.add_momentum(gradient, buffer, divisor, usable, momentum)
             del gradient
-            update = muon.orthogonalise_together(update, row_shards=is_sharded(parameters[0]))
+            whole_rows = parameters[0].shape[0] if is_sharded(parameters[0]) else None
+            update = muon.orthogonalise_together(update, whole_rows)
             change = self.scale_rows(update, mean_square, usable, lr)
             torch._foreach_mul_(weights, 1.0 - usable * decay)
             torch._foreach_sub_(weights, change.unbind())

@@ -42,9 +42,7 @@ def test_bench_refuses_a_vocabulary_that_no_token_file_can_hold(run, vocab_size)
 def test_compare_finds_a_slower_model(start, tmp_path):
     shutil.copytree(ROOT / "steady", tmp_path / "steady")
     fast = (ROOT / "model.py").read_text(encoding="utf-8")
-    slow = fast.replace(
-        "T = tokens.shape[1]", "__import__('time').sleep(0.1); T = tokens.shape[1]"
-    )
+    slow = fast.replace("T = tokens.shape[1]", "__import__('time').sleep(0.1); T = tokens.shape[1]")
     assert slow != fast
     (tmp_path / "model.py").write_text(slow, encoding="utf-8")
     arguments = ["--vocab_size=64", f"--folders=.,{tmp_path}", "--rounds=4", "--steps=2"]
