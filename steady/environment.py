@@ -10,6 +10,7 @@ import contextlib
 import ctypes
 import ctypes.util
 import logging
+import math
 import os
 import platform
 import re
@@ -20,6 +21,7 @@ import tempfile
 import textwrap
 import traceback
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +44,9 @@ if torch is not None:
         functorch_config.autograd_cache_allow_custom_autograd_functions = True
 
 GRAPH_MODES = ("reduce-overhead", "max-autotune")  # compile modes that record CUDA graphs
+PARTS = (
+    12  # that the blocks are compiled in: fewer take longer to compile, more cost time each step
+)
 MIN_AUTOTUNE_PROCESSORS = 68  # multiprocessors below which torch does not autotune products
 
 
@@ -98,25 +103,53 @@ def graphs_report() -> str:
 
 
 def compile_model(
-    model: torch.nn.Module, plan: Plan, by_block: bool, checkpointing: str
+    model: torch.nn.Module, plan: Plan, sharded: bool, checkpointing: str
 ) -> torch.nn.Module:
     """What to run in place of `model`: its compiled form, or itself if the plan says so.
 
-    With `by_block` every block is compiled on its own, in place. That is for FSDP, which exchanges
-    weights between them. Another shape than the first is compiled apart (dynamic=False): code for
-    all shapes would be slow.
+    Blocks are alike, so that code for a few serves all of them, and a deep model starts as soon as
+    a shallow one; what comes before and after them is compiled apart. For CUDA graphs, of which
+    each takes time to launch, the model is one piece. A model that FSDP has divided (`sharded`)
+    exchanges weights around blocks: they are compiled one by one, and nothing else.
+
+    Another shape than the first is compiled apart (dynamic=False): code for all shapes would be
+    slow.
     """
+    for name in ("embed", "run_blocks", "head"):  # of an earlier call
+        model.__dict__.pop(name, None)
     if not plan.compiled:
         return model
     # TORCHDYNAMO_SUPPRESS_ERRORS would run what cannot be compiled as it is, in silence.
     torch._dynamo.config.suppress_errors = False
-    if not by_block:
-        return torch.compile(model, mode=plan.mode, dynamic=False)
-    # Without activation checkpointing, recompute what costs next to nothing.
-    functorch_config.activation_memory_budget = 0.9 if checkpointing == "none" else 1.0
-    for block in model.blocks:
-        block.forward = torch.compile(block.forward, mode=plan.mode, dynamic=False)
+    compiled = partial(torch.compile, mode=plan.mode, dynamic=False)
+    if sharded:
+        # Without activation checkpointing, recompute what costs next to nothing.
+        functorch_config.activation_memory_budget = 0.9 if checkpointing == "none" else 1.0
+        for block in model.blocks:
+            block.forward = compiled(block.forward)
+        return model
+    if plan.cuda_graphs:
+        return compiled(model)
+    model.embed, model.head = compiled(model.embed), compiled(model.head)
+    blocks, together = list(model.blocks), math.ceil(len(model.blocks) / PARTS)
+    parts = [blocks[i : i + together] for i in range(0, len(blocks), together)]
+    run, run_uncompiled = compiled(run_in_turn), model.run_blocks
+
+    def run_blocks(x, rope, cache=None):
+        if cache is not None:
+            return run_uncompiled(x, rope, cache)
+        for part in parts:
+            x = run(part, x, rope)
+        return x
+
+    model.run_blocks = run_blocks
     return model
+
+
+def run_in_turn(blocks, x, rope):
+    for block in blocks:
+        x = block(x, rope)
+    return x
 
 
 def is_compile_error(error: Exception) -> bool:

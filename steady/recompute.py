@@ -6,6 +6,7 @@ one part that is slow to recompute (Korthikanti et al. 2022).
 """
 
 from functools import partial
+from types import MethodType
 from typing import Any
 
 import torch
@@ -28,23 +29,32 @@ def use_activation_checkpointing(model: nn.Module, kind: str) -> None:
     Decide before compiling. A forward pass without gradients keeps nothing in any case.
     """
     for block in model.blocks:
-        plain = type(block).forward.__get__(block)
-        if kind == "none":
-            block.forward = plain
+        forward = type(block).forward
         # With dropout, `block` does what `selective` does: attention that is recomputed inside
         # compiled code would draw from a generator that torch.manual_seed does not reach.
-        elif kind == "block" and not block.dropout.p:
-            block.forward = partial(run_checkpointed, plain)
-        else:
-            contexts = partial(checkpoint.create_selective_checkpoint_contexts, keep_or_recompute)
-            block.forward = partial(run_checkpointed, plain, context_fn=contexts)
+        if kind == "block" and not block.dropout.p:
+            forward = keep_input
+        elif kind != "none":
+            forward = keep_attention
+        block.forward = MethodType(forward, block)
 
 
-def run_checkpointed(forward: Any, *inputs: Any, **options: Any) -> torch.Tensor:
-    """`forward(*inputs)`, recomputed in backward if there will be one."""
+def keep_input(block: nn.Module, *inputs: Any) -> torch.Tensor:
+    """A block's forward pass, all of it recomputed in backward."""
+    return run_checkpointed(block, *inputs)
+
+
+def keep_attention(block: nn.Module, *inputs: Any) -> torch.Tensor:
+    """A block's forward pass, in backward recomputed around what attention returned."""
+    contexts = partial(checkpoint.create_selective_checkpoint_contexts, keep_or_recompute)
+    return run_checkpointed(block, *inputs, context_fn=contexts)
+
+
+def run_checkpointed(block: nn.Module, *inputs: Any, **options: Any) -> torch.Tensor:
+    forward = type(block).forward
     if not torch.is_grad_enabled():
-        return forward(*inputs)
-    return checkpoint.checkpoint(forward, *inputs, use_reentrant=False, **options)
+        return forward(block, *inputs)
+    return checkpoint.checkpoint(forward, block, *inputs, use_reentrant=False, **options)
 
 
 def keep_or_recompute(

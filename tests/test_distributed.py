@@ -456,7 +456,7 @@ def test_divided_blocks_compile_with_selective_checkpointing(divided, monkeypatc
     monkeypatch.setattr(torch, "compile", graphs_only)
     use_activation_checkpointing(divided, "selective")
     plan = environment.Plan(None, "default", False)
-    environment.compile_model(divided, plan, by_block=True, checkpointing="selective")
+    environment.compile_model(divided, plan, sharded=True, checkpointing="selective")
     tokens = torch.zeros(1, 8, dtype=torch.int64)
     divided(tokens, tokens).backward()
     assert all(p.grad is not None for p in divided.parameters())

@@ -10,6 +10,7 @@ from steady import environment
 from steady.distributed import Place
 from steady.environment import Plan
 from steady.generate import sample_while_training
+from steady.recompute import use_activation_checkpointing
 from steady.tokenizer import CharTokenizer
 
 import numpy as np
@@ -17,6 +18,7 @@ import pytest
 import torch
 from conftest import ROOT
 
+from configurator import CHOICES
 from model import GPT, GPTConfig
 
 CPU = torch.device("cpu")
@@ -231,26 +233,51 @@ def graphs(monkeypatch):
     return compiled
 
 
-def compiled_model(by_block):
-    model = GPT(GPTConfig(block_size=8, vocab_size=64, n_layer=1, n_head=2, n_embd=16))
-    plan = Plan(None, "default", False)
-    return model, environment.compile_model(model, plan, by_block, checkpointing="none")
+WAYS = {"in parts": (False, False), "as one": (True, False), "sharded": (False, True)}
 
 
-@pytest.mark.parametrize("by_block", [False, True])
-def test_f04_no_code_is_compiled_for_all_shapes(graphs, by_block):
+def compiled_model(way, kind="none", **config):
+    shape = {"block_size": 8, "vocab_size": 64, "n_layer": 1, "n_head": 2, "n_embd": 16}
+    model = GPT(GPTConfig(**shape | config))
+    cuda_graphs, sharded = WAYS[way]
+    use_activation_checkpointing(model, kind)
+    plan = Plan(None, "default", cuda_graphs)
+    return model, environment.compile_model(model, plan, sharded, kind)
+
+
+@pytest.mark.parametrize(("way", "pieces"), [("in parts", 3), ("as one", 1), ("sharded", 1)])
+def test_f04_no_code_is_compiled_for_all_shapes(graphs, way, pieces):
     """It would be slow, and CUDA graphs would be recorded for every shape all the same."""
-    _, function = compiled_model(by_block)
+    _, function = compiled_model(way)
     for rows in (2, 3, 4):
         tokens = torch.zeros(rows, 8, dtype=torch.int64)
         function(tokens, tokens.clone())
-    assert len(graphs) == 3
+    assert len(graphs) == 3 * pieces
 
 
-def test_f03_a_sample_compiles_nothing_where_blocks_are_compiled_in_place(graphs):
-    model, function = compiled_model(by_block=True)
+@pytest.mark.parametrize("way", ["in parts", "sharded"])
+def test_f03_a_sample_compiles_nothing_where_parts_are_compiled_in_place(graphs, way):
+    model, function = compiled_model(way)
     tokens = torch.zeros(2, 8, dtype=torch.int64)
     function(tokens, tokens.clone()).backward()
+    before = len(graphs)
     sample_while_training(model, np.zeros(3), CharTokenizer("0123456789"), seed=1)
     function(tokens, tokens.clone()).backward()
-    assert len(graphs) == 1
+    assert len(graphs) == before
+
+
+@pytest.mark.parametrize("kind", CHOICES["activation_checkpointing"])
+@pytest.mark.parametrize(("way", "pieces"), [("in parts", 3), ("sharded", 1)])
+def test_f53_code_for_one_part_serves_all(graphs, way, pieces, kind):
+    _, function = compiled_model(way, kind, n_layer=2 * environment.PARTS)
+    tokens = torch.zeros(2, 8, dtype=torch.int64)
+    function(tokens, tokens.clone()).backward()
+    assert len(graphs) == pieces
+
+
+def test_f53_a_second_try_forgets_what_the_first_compiled(graphs):
+    model, _ = compiled_model("in parts")
+    assert environment.compile_model(model, Plan("compile=False", "", False), False, "") is model
+    tokens = torch.zeros(2, 8, dtype=torch.int64)
+    model(tokens, tokens.clone())
+    assert graphs == []

@@ -166,7 +166,7 @@ def test_f48_an_error_of_the_model_is_not_the_compilers(run, sums, tmp_path, mon
 
 def test_f48_suppressed_errors_of_the_compiler_are_seen(monkeypatch):
     with torch._dynamo.config.patch(suppress_errors=True):
-        environment.compile_model(torch.nn.Linear(1, 1), Plan(None, "default", False), False, "")
+        environment.compile_model(torch.nn.Linear(1, 1), Plan(None, "default", True), False, "")
         assert not torch._dynamo.config.suppress_errors
 
 

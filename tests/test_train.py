@@ -327,7 +327,15 @@ def test_f25_best_validation_loss_stays_the_best(run, tmp_path, always):
         assert "optimizer" not in best
 
 
-def test_f28_compiled_model_is_saved_under_plain_names(run, sums, tmp_path, monkeypatch):
+@pytest.fixture
+def as_one(monkeypatch):
+    """The model compiled as one piece, as for CUDA graphs."""
+    plan = environment.Plan(None, "default", cuda_graphs=True)
+    monkeypatch.setattr(environment, "plan", lambda *asked: plan)
+    monkeypatch.setattr(environment, "graphs_report", lambda: "")
+
+
+def test_f28_compiled_model_is_saved_under_plain_names(run, sums, tmp_path, monkeypatch, as_one):
     compile = torch.compile
     wrapped = []
     torch._dynamo.reset()
@@ -345,7 +353,7 @@ def test_f28_compiled_model_is_saved_under_plain_names(run, sums, tmp_path, monk
     assert any("_orig_mod" in name for name in wrapped[0].state_dict())  # the naive names
 
 
-def test_f07_every_batch_goes_through_the_compiled_model(run, sums, tmp_path, monkeypatch):
+def test_f07_every_batch_goes_through_the_compiled_model(run, sums, tmp_path, monkeypatch, as_one):
     """Evaluated uncompiled, a model takes memory of sizes that training has no use for."""
 
     class Compiled(torch.nn.Module):
