@@ -699,7 +699,7 @@ def test_fsdp_never_holds_a_whole_model_on_a_gpu(tmp_path):
         "import torch\n"
         "from steady import distributed, hardware\n"
         "from model import GPT, GPTConfig\n"
-        "here = distributed.place('fsdp')\n"
+        "here = distributed.this_process('fsdp')\n"
         "device = hardware.choose_device('cuda', here.rank)\n"
         "distributed.start(here, device, 'auto', {})\n"
         "model = GPT(GPTConfig(n_layer=24))\n"
