@@ -1,8 +1,11 @@
 """README.md and docs/: their commands, links, figures and the names of tests in them are real."""
 
 import ast
+import os
 import re
 import shlex
+import subprocess
+import sys
 
 import pytest
 from conftest import ROOT
@@ -98,6 +101,22 @@ def test_the_texts_people_search_for_are_found(text):
     assert "troubleshooting.md" in pages
     headings = re.findall(r"^### (.*)$", (ROOT / "docs/troubleshooting.md").read_text(), re.M)
     assert any(text in heading for heading in headings)
+
+
+def test_torch_knows_the_torch_logs_that_are_recommended():
+    """It refuses others when it is imported."""
+    pages = "".join(page.read_text(encoding="utf-8") for page in PAGES)
+    values = sorted(set(re.findall(r"TORCH_LOGS=([\w.+]+)", pages)))
+    assert len(values) >= 4
+
+    def accepted(value):
+        process = subprocess.run(
+            [sys.executable, "-c", "import torch"], env=os.environ | {"TORCH_LOGS": value},
+            capture_output=True,
+        )  # fmt: skip
+        return process.returncode == 0
+
+    assert accepted(",".join(values)) and not accepted("torch.nonsense")
 
 
 def test_every_failure_has_its_section_and_the_tests_exist():

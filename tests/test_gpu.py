@@ -822,18 +822,6 @@ def test_profile_and_memory_snapshot_can_be_opened(data, tmp_path):
     assert snapshot["segments"] and any(snapshot["device_traces"])
 
 
-def readme_torch_logs():
-    """The TORCH_LOGS values that README.md's troubleshooting section names."""
-    return sorted(set(re.findall(r"TORCH_LOGS=([\w.,+]+)", (ROOT / "README.md").read_text())))
-
-
-@pytest.mark.parametrize("value", readme_torch_logs())
-def test_torch_logs_of_the_readme_are_accepted(data, tmp_path, value):
-    mode = "--compile_mode=reduce-overhead"
-    found = train(data, tmp_path, "--max_iters=6", mode, TORCH_LOGS=value)
-    assert "Invalid" not in found["shown"] and "not a valid" not in found["shown"].lower()
-
-
 def test_report_has_no_problem_here():
     rows = {name: (state, finding) for state, name, finding in environment.report()}
     for name in ("GPU", "libcuda", "allocator", "torch.compile", "bfloat16"):
