@@ -138,7 +138,7 @@ def split_text(text: str, val_fraction: float = 0.1) -> dict[str, list[str]]:
 
 def prepare_hub_dataset(namespace: dict[str, Any]) -> None:
     """All that a data set's prepare.py does with its `globals()` and the command line."""
-    config = configure(namespace, base=__file__)
+    config = configure(namespace, base=__file__, positional="")
     folder = config.pop("out") or Path(namespace["__file__"]).parent
     prepare_from_hub(folder, named(config.pop("tokenizer")), **config)
 
