@@ -61,9 +61,9 @@ with tempfile.TemporaryDirectory() as folder:
             for rank in range(processes):
                 variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": processes}
                 variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-                place = os.environ | {name: str(value) for name, value in variables.items()}
+                environ = os.environ | {name: str(value) for name, value in variables.items()}
                 running.append(
-                    subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env=place)
+                    subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env=environ)
                 )
             entries, first_step = [], None
             while len(entries) < warmup_steps + steps and running[0].poll() is None:
@@ -77,7 +77,10 @@ with tempfile.TemporaryDirectory() as folder:
                 process.wait()
     lines = output.read_text(encoding="utf-8").splitlines()
     if len(entries) < warmup_steps + steps:
-        raise SystemExit("\n".join(lines[-20:]) or "error: train.py printed nothing")
+        print("\n".join(lines[-20:]), file=sys.stderr)
+        raise ValueError(
+            f"train.py ended after {len(entries)} of {warmup_steps + steps} steps, see above"
+        )
 
 print("\n".join(line for i, line in enumerate(lines) if i < 2 or "going on with" in line))
 measured = entries[warmup_steps : warmup_steps + steps]

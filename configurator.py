@@ -134,7 +134,7 @@ def configure(
     Args:
         namespace: the script's `globals()`; its settings are updated in place.
         base: another script whose settings are accepted too (bench.py takes those of train.py).
-        positional: what `--help` calls arguments without dashes.
+        positional: what `--help` calls arguments without dashes; "" if the script takes none.
         ignored: a script whose settings config files may hold too, without effect (sample.py takes
             the config of a training run).
 
@@ -151,9 +151,12 @@ def configure(
     settings = read_settings(base) if base else {}
     settings |= read_settings(namespace["__file__"])
     if {"--help", "-h"} & set(sys.argv[1:]):
-        print(describe(settings, Path(namespace["__file__"]).name, positional))
+        path, root = Path(namespace["__file__"]).resolve(), Path(__file__).resolve().parent
+        script = path.relative_to(root).as_posix() if root in path.parents else path.name
+        print(describe(settings, script, positional))
         raise SystemExit(0)
-    config = resolve(settings, sys.argv[1:], read_settings(ignored) if ignored else {})
+    ignores = read_settings(ignored) if ignored else {}
+    config = resolve(settings, sys.argv[1:], ignores, config_files=bool(positional))
     check_values(config)
     namespace.update(config)
     return config
@@ -190,12 +193,17 @@ def batch_note(script: str | Path) -> str | None:
 
 
 def resolve(
-    settings: dict[str, Setting], arguments: list[str], ignored: dict[str, Setting] | None = None
+    settings: dict[str, Setting],
+    arguments: list[str],
+    ignored: dict[str, Setting] | None = None,
+    config_files: bool = True,
 ) -> dict[str, Any]:
     """Settings after the config files and `--key=value` arguments, in the order given."""
     config = {name: setting.default for name, setting in settings.items()}
     for argument, following in zip(arguments, [*arguments, "-"][1:], strict=True):
         if not argument.startswith("-"):
+            if not config_files:
+                raise ValueError(f"{argument!r} is no setting: write --key=value; --help lists all")
             run_config_file(argument, settings, config, ignored or {})
             continue
         key, equals, text = argument.lstrip("-").partition("=")  # only the first "=" separates
@@ -317,19 +325,19 @@ def nearest(key: str, settings: dict[str, Setting]) -> str:
 
 def describe(settings: dict[str, Setting], script: str, positional: str) -> str:
     """The text of `--help`: every setting with its default and comment, by section."""
-    lines = [f"usage: python {script} [{positional} ...] [--key=value ...]"]
-    width = max(len(f"--{s.name}={s.default}") for s in settings.values())
-    section = None
-    for setting in settings.values():
-        if setting.section != section:
-            section = setting.section
-            lines += ["", section]
-        shown = (
-            f"--{setting.name}={setting.default!r}"
-            if setting.default == "\n"
-            else (f"--{setting.name}={setting.default}")
-        )
-        lines.append(f"  {shown:{width}}  {setting.comment}")
+    lines = [
+        f"usage: python {script} {f'[{positional} ...] ' if positional else ''}[--key=value ...]"
+    ]
+    flags = {}
+    for name, setting in settings.items():
+        default = repr(setting.default) if setting.default == "\n" else setting.default
+        flags[name] = f"--{name}={default}"
+    width = max(map(len, flags.values()))
+    for section in dict.fromkeys(setting.section for setting in settings.values()):
+        lines += ["", section] if section else [""]
+        for name, setting in settings.items():
+            if setting.section == section:
+                lines.append(f"  {flags[name]:{width}}  {setting.comment}")
     return "\n".join(lines)
 
 

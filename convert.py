@@ -202,7 +202,7 @@ def write_pretrained(saved: dict[str, Any], folder: Path, dtype: torch.dtype) ->
 
 
 if __name__ == "__main__":
-    configure(globals())
+    configure(globals(), positional="")
 
     if not to:
         raise ValueError("where to? pass --to=FOLDER")

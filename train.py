@@ -92,7 +92,7 @@ if auto_batch:  # as many as fit, in the global batch that there would be withou
 
 # -----------------------------------------------------------------------------
 # this process, its device, and whether its model is compiled
-here = distributed.place(parallel)
+here = distributed.this_process(parallel)
 out_path = Path(out_dir)
 ckpt_path, best_path = out_path / "ckpt.pt", out_path / "best.pt"
 if here.restarted and ckpt_path.exists():
@@ -129,7 +129,7 @@ raw_model = GPT(model_config)
 if start.weights is not None:
     checkpoint.load_weights(raw_model, start.weights, ckpt_path)
 raw_model.use_cudnn_attention(hardware.cudnn_attention(device, dtype, model_config.head_dim))
-distributed.place_model(raw_model, here, device, dtype)
+distributed.move_to_device(raw_model, here, device, dtype)
 
 # -----------------------------------------------------------------------------
 # optimizer
@@ -227,15 +227,15 @@ def training_state(weights_only: bool = False) -> dict:
 try_save = partial(checkpoint.try_save, here=here, say=log.line)
 tokenizer = from_meta(data.tokenizer) if sample_interval else None
 profiler = Profiler(out_path, profile and here.master, memory_snapshot and here.master, log.line)
-stop = StopRequest(alone=here.world_size == 1, announce=here.master)
+stop_request = StopRequest(alone=here.world_size == 1, announce=here.master)
 
 # -----------------------------------------------------------------------------
 # find out whether a step fits into memory, and split it further if not: the same global batch,
 # the same data, the same loss curve
-step = memory.Step(model_config, raw_model.num_params(), sequences_per_process, dtype, plan, here,
-                   muon=isinstance(optimizer, optim.Muon))  # fmt: skip
+step_shape = memory.StepShape(model_config, raw_model.num_params(), sequences_per_process, dtype,
+                              plan, here, muon=isinstance(optimizer, optim.Muon))  # fmt: skip
 wanted = memory.Split(batch_size, activation_checkpointing)
-fit = memory.fit(try_step, step, wanted, device, auto_batch)
+fit = memory.fit(try_step, step_shape, wanted, device, auto_batch)
 model, batch_size = fit.model, fit.split.batch_size
 gradient_accumulation_steps = sequences_per_iter // batch_size
 log.line(fit.report(sequences_per_iter))
@@ -253,7 +253,7 @@ micro_batches = loader.micro_batches(iter_num)
 tokens, targets = next(micro_batches)
 loss = torch.zeros((), device=device)  # our own tensor: a CUDA graph's output would be overwritten
 stopping, saved_iter = False, None
-rescue = Rescue(ckpt_path, training_state, step, fit.split)  # an error saves the state first
+rescue = Rescue(ckpt_path, training_state, step_shape, fit.split)  # an error saves the state first
 while True:
     # ---- learning rate ------------------------------------------------------
     lr = optim.set_schedule(optimizer, iter_num, config)
@@ -294,18 +294,18 @@ while True:
     gradients.sum_over_processes()
     scaler.unscale_(optimizer)
     grad_norm = optim.clip_in_step(optimizer, grad_clip)
-    logging = iter_num % log_interval == 0 or iter_num + 1 == max_iters
-    if logging:  # copied now, so that reading it does not wait for the optimizer
+    log_due = iter_num % log_interval == 0 or iter_num + 1 == max_iters
+    if log_due:  # copied now, so that reading it does not wait for the optimizer
         distributed.all_reduce_sum(loss)
         read_numbers = hardware.read_later(loss, grad_norm)
     rescue.whole = False  # until iter_num is raised, weights and iteration do not fit together
     scaler.step(optimizer)
     scaler.update()
     gradients.clear()
-    stopping = distributed.any_process(stop.requested)
+    stopping = distributed.any_process(stop_request.received)
 
     # ---- log ----------------------------------------------------------------
-    if logging:
+    if log_due:
         loss_now, norm_now = read_numbers()  # waits for the device
         log.step(iter_num, loss_now, lr, norm_now, hardware.peak_memory_gib(device))
         rescue.require_finite({"loss": loss_now}, iter_num)

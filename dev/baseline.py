@@ -43,7 +43,7 @@ max_iters = 1000  # iterations to train for
 device = "auto"  # auto, cpu, cuda
 compile = True  # torch.compile the model
 
-config = configure(globals())
+config = configure(globals(), positional="")
 
 
 class Block(nn.Module):

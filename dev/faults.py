@@ -48,7 +48,7 @@ seed = 1  # of what is tried
 limit_seconds = 60  # that a wrong input may take
 keep = False  # keep the folder of every failure
 
-configure(globals())
+configure(globals(), positional="")
 
 ROOT = Path(__file__).parents[1]
 ITERATIONS = 60

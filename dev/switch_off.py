@@ -123,7 +123,7 @@ def try_out(fix: Fix) -> tuple[bool, str]:
 
 
 if __name__ == "__main__":
-    configure(globals())
+    configure(globals(), positional="")
     wanted = rows.split(",") if rows else ()
     fixes = [fix for fix in read_fixes(ROOT / "dev" / "switch_off.txt")
              if fix.needs_gpu is gpu and (not wanted or fix.row in wanted)]  # fmt: skip

@@ -62,7 +62,7 @@ def restarts() -> int:
     return int(found)
 
 
-def place(parallel: str = "ddp") -> Place:
+def this_process(parallel: str = "ddp") -> Place:
     """What torchrun's variables say of this process.
 
     Raises ValueError when they are incomplete or contradict each other.
@@ -159,7 +159,7 @@ def first_does(here: Place, action: Callable[[], None]) -> None:
 
 def launcher() -> list[str]:
     """The beginning of the command that started this process."""
-    world_size = place().world_size
+    world_size = this_process().world_size
     if world_size == 1:
         return ["python"]
     local = os.environ.get("LOCAL_WORLD_SIZE", str(world_size))
@@ -211,7 +211,7 @@ def blocks_per_exchange(n_layer: int, block_params: int) -> int:
     return max(1, min(PARAMS_PER_EXCHANGE // block_params, n_layer // 4))
 
 
-def place_model(model: nn.Module, here: Place, device: torch.device, dtype: torch.dtype) -> None:
+def move_to_device(model: nn.Module, here: Place, device: torch.device, dtype: torch.dtype) -> None:
     """Move `model` from the CPU to `device`, all of it or this process's part, in place."""
     if here.shards_model:
         shard(model, device, dtype)

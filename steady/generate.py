@@ -86,11 +86,11 @@ def require_room(
     cache = dtype.itemsize * n * values * min(config.block_size, prompt + new)
     tokens = 2 * 8 * n * (prompt + new)  # they are copied with every new one
     needed = (cache + tokens + 3 * 4 * n * config.vocab_size) / 2**30  # logits, ordered, summed up
-    there_is = hardware.machine_memory_gib(device)
-    if needed > there_is:
+    machine_gib = hardware.machine_memory_gib(device)
+    if needed > machine_gib:
         raise ValueError(
             f"num_samples={n} with max_new_tokens={new} takes {needed:.1f} GiB, but {device} has "
-            f"{there_is:.1f} GiB: use less of either"
+            f"{machine_gib:.1f} GiB: use less of either"
         )
 
 

@@ -36,7 +36,7 @@ SURE_TO_FIT = 0.95
 ROOM_TO_SPARE = 0.8
 
 OUT_OF_MEMORY = "out of memory"  # in the words of GPUs, their libraries, and CPUs
-ITS_WORDS = "out of memory|ALLOC_FAILED|can't allocate memory|not enough memory|bad_alloc"
+OUT_OF_MEMORY_WORDS = "out of memory|ALLOC_FAILED|can't allocate memory|not enough memory|bad_alloc"
 
 
 class Split(NamedTuple):
@@ -46,7 +46,7 @@ class Split(NamedTuple):
     activation_checkpointing: str
 
 
-class Step(NamedTuple):
+class StepShape(NamedTuple):
     """What a training step consists of, however its sequences are split into micro-batches."""
 
     model_config: GPTConfig
@@ -96,7 +96,7 @@ class Fit(NamedTuple):
 
 
 def estimate(
-    step: Step, batch_size: int, checkpointing: str, gathered: bool = False
+    step: StepShape, batch_size: int, checkpointing: str, gathered: bool = False
 ) -> dict[str, float]:
     """Peak memory of a training step without dropout, in GiB per component.
 
@@ -173,7 +173,7 @@ def describe(components: dict[str, float]) -> str:
 
 def fit(
     try_step: Callable[[int, str], nn.Module],
-    step: Step,
+    step: StepShape,
     wanted: Split,
     device: torch.device,
     auto: bool = False,
@@ -193,8 +193,8 @@ def fit(
     if auto and available_gib == math.inf:
         hardware.require_cuda(device, batch_size="auto")
     sharded = step.shards > 1
-    there_is = min(available_gib, distributed.all_reduce_min(hardware.machine_memory_gib(device)))
-    limit = (SURE_TO_FIT if sharded else WORTH_TRYING) * there_is
+    most_gib = min(available_gib, distributed.all_reduce_min(hardware.machine_memory_gib(device)))
+    limit = (SURE_TO_FIT if sharded else WORTH_TRYING) * most_gib
     splits, warning = splits_to_try(step, wanted, limit, auto), ""
     first = splits[0]
     splits = [first] if sharded else splits
@@ -232,7 +232,9 @@ def fit(
     )
 
 
-def splits_to_try(step: Step, wanted: Split, limit_gib: float, auto: bool = False) -> list[Split]:
+def splits_to_try(
+    step: StepShape, wanted: Split, limit_gib: float, auto: bool = False
+) -> list[Split]:
     """In which order to look for a split of a step's sequences that fits.
 
     Micro-batches of about half the size each time, divisors of `step.sequences`, then single
@@ -256,7 +258,7 @@ def splits_to_try(step: Step, wanted: Split, limit_gib: float, auto: bool = Fals
 
 
 def attempt(
-    try_step: Callable[[int, str], nn.Module], split: Split, step: Step
+    try_step: Callable[[int, str], nn.Module], split: Split, step: StepShape
 ) -> tuple[nn.Module | None, str]:
     """What `try_step(*split)` returns, or why it failed: OUT_OF_MEMORY, or what may be the
     compiler's fault. An error that cannot be the compiler's is raised."""
@@ -279,11 +281,11 @@ def attempt(
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an error says that there is no memory left, on a GPU or a CPU."""
     if isinstance(error, RuntimeError):  # torch.OutOfMemoryError is one; libraries raise their own
-        return bool(re.search(ITS_WORDS, str(error)))
+        return bool(re.search(OUT_OF_MEMORY_WORDS, str(error)))
     return isinstance(error, MemoryError)
 
 
-def flags_for_less(step: Step, split: Split) -> list[str]:
+def flags_for_less(step: StepShape, split: Split) -> list[str]:
     """The settings that split a step further than `split`; none if that is not possible."""
     for size, kind in splits_to_try(step, split, math.inf)[1:2]:
         flags = [f"--batch_size={size}"]
@@ -308,17 +310,17 @@ def require_room(
     config: GPTConfig, dtype: torch.dtype, plan: Plan, here: Place, device: torch.device
 ) -> None:
     """Raises ValueError for a model of which `device` cannot hold a step; nothing is allocated."""
-    n_params, there_is = num_params(config), hardware.machine_memory_gib(device)
-    needed = estimate(Step(config, n_params, 1, dtype, plan, here), 1, "block")
-    if sum(needed.values()) > WORTH_TRYING * there_is:
+    n_params, machine_gib = num_params(config), hardware.machine_memory_gib(device)
+    needed = estimate(StepShape(config, n_params, 1, dtype, plan, here), 1, "block")
+    if sum(needed.values()) > WORTH_TRYING * machine_gib:
         raise ValueError(
             f"the model has {n_params:,} parameters: a step of one sequence takes about "
-            f"{describe(needed)}, but {device} has {there_is:.2f} GiB: use a smaller n_layer, "
+            f"{describe(needed)}, but {device} has {machine_gib:.2f} GiB: use a smaller n_layer, "
             "n_embd, vocab_size or block_size"
         )
 
 
-def with_gathered_weights(found: Fit, step: Step, available_gib: float) -> Fit:
+def with_gathered_weights(found: Fit, step: StepShape, available_gib: float) -> Fit:
     """Have a divided model hold its gathered weights from forward to backward if there is ample
     room for them: a third of the exchanges less."""
     if step.shards == 1:

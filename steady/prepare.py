@@ -13,6 +13,7 @@ import json
 import math
 import os
 import shutil
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
@@ -20,7 +21,7 @@ from typing import Any
 
 from steady import textfiles
 from steady.dataloader import scramble
-from steady.tokenizer import CharTokenizer, Tokenizer, named
+from steady.tokenizer import CharTokenizer, Tokenizer, code_points, named
 
 import numpy as np
 
@@ -51,21 +52,25 @@ class TokenWriter:
     has one."""
 
     def __init__(self, path: Path, tokenizer: Tokenizer):
-        self.tokenizer, self.dtype = tokenizer, token_dtype(tokenizer)
+        self.encode = getattr(tokenizer, "encode_array", tokenizer.encode)
+        self.dtype = token_dtype(tokenizer)
+        self.end = [] if tokenizer.end_of_text is None else [tokenizer.end_of_text]
         self.file = open(path, "wb")
-        self.buffer: list[int] = []
+        self.pieces: list[np.ndarray | list[int]] = []
+        self.held = 0  # tokens in them, and one for each, since empty ones take memory too
 
     def add(self, text: str, ends: bool = True) -> None:
         """Add a document, or with `ends=False` the beginning of one."""
-        self.buffer += self.tokenizer.encode(text)
-        if ends and self.tokenizer.end_of_text is not None:
-            self.buffer.append(self.tokenizer.end_of_text)
-        if len(self.buffer) >= BUFFER_TOKENS:
+        ids = self.encode(text)
+        self.pieces += [ids, self.end] if ends else [ids]
+        self.held += len(ids) + 1
+        if self.held >= BUFFER_TOKENS:
             self.flush()
 
     def flush(self) -> None:
-        np.array(self.buffer, dtype=self.dtype).tofile(self.file)
-        self.buffer = []
+        if self.pieces:
+            np.concatenate(self.pieces, dtype=self.dtype, casting="unsafe").tofile(self.file)
+        self.pieces, self.held = [], 0
 
     def __enter__(self) -> "TokenWriter":
         return self
@@ -133,7 +138,7 @@ def split_text(text: str, val_fraction: float = 0.1) -> dict[str, list[str]]:
 
 def prepare_hub_dataset(namespace: dict[str, Any]) -> None:
     """All that a data set's prepare.py does with its `globals()` and the command line."""
-    config = configure(namespace, base=__file__)
+    config = configure(namespace, base=__file__, positional="")
     folder = config.pop("out") or Path(namespace["__file__"]).parent
     prepare_from_hub(folder, named(config.pop("tokenizer")), **config)
 
@@ -195,13 +200,13 @@ def prepare_from_files(
     """
     folder, groups = Path(folder), textfiles.plan(paths)
     if tokenizer == "char":
-        alphabet: set[str] = set()
+        seen = np.zeros(sys.maxunicode + 1, dtype=bool)
         for parts in progress(groups, len(groups), "reading characters"):
             for part in parts:
                 skipped = [] if skip_bad_rows else None
                 for _, text, _ in textfiles.documents(part, column, val_fraction, skipped):
-                    alphabet.update(text)
-        chosen: Tokenizer = CharTokenizer("".join(sorted(alphabet)))
+                    seen[code_points(text)] = True
+        chosen: Tokenizer = CharTokenizer("".join(map(chr, np.flatnonzero(seen))))
     else:
         chosen = named(tokenizer)
     source = {

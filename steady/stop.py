@@ -12,20 +12,20 @@ from typing import Any
 
 from steady import checkpoint, memory, output
 from steady.distributed import gather_full, launcher, leave
-from steady.memory import Split, Step
+from steady.memory import Split, StepShape
 
 from configurator import one_line_errors
 
 
 class StopRequest:
-    """`requested` becomes true at the first signal; the run then finishes its step and saves.
+    """`received` becomes true at the first signal; the run then finishes its step and saves.
 
     A second Ctrl-C or SIGTERM ends it at once, but only with `alone`, since torchrun passes one on
     several times. A lost terminal sends SIGHUP several times, so that never ends it at once.
     """
 
     def __init__(self, alone: bool, announce: bool):
-        self.requested, self.alone, self.announce = False, alone, announce
+        self.received, self.alone, self.announce = False, alone, announce
         self.hang_up = getattr(signal, "SIGHUP", None)  # not known on Windows
         for signum in (signal.SIGINT, signal.SIGTERM):
             signal.signal(signum, self.request)
@@ -33,7 +33,7 @@ class StopRequest:
             signal.signal(self.hang_up, self.request)
 
     def request(self, signum: int, frame: object) -> None:
-        self.requested = True
+        self.received = True
         once_more_counts = self.alone and signum != self.hang_up
         signal.signal(signum, signal.default_int_handler if once_more_counts else signal.SIG_IGN)
         if self.announce:  # not by print, which the signal may have interrupted
@@ -50,7 +50,9 @@ class Rescue:
     nothing; with fsdp none does.
     """
 
-    def __init__(self, path: Path, state: Callable[[], dict[str, Any]], step: Step, split: Split):
+    def __init__(
+        self, path: Path, state: Callable[[], dict[str, Any]], step: StepShape, split: Split
+    ):
         self.path, self.state, self.step, self.split = path, state, step, split
         self.whole, self.diverged = True, False
         sys.excepthook = self.end

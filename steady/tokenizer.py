@@ -5,9 +5,15 @@ import reprlib
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
+
 
 class Tokenizer(Protocol):
-    """What every tokenizer offers. `meta()` is JSON; `end_of_text` is an id, or None."""
+    """What every tokenizer offers. `meta()` is JSON; `end_of_text` is an id, or None.
+
+    Where a token is a byte or a character, lists of Python's integers would take most of a data
+    set's time: these tokenizers have `encode_array` too.
+    """
 
     vocab_size: int
     end_of_text: int | None
@@ -15,6 +21,11 @@ class Tokenizer(Protocol):
     def encode(self, text: str) -> list[int]: ...
     def decode(self, ids: list[int]) -> str: ...
     def meta(self) -> dict[str, Any]: ...
+
+
+def code_points(text: str) -> np.ndarray:
+    """A text's characters as numbers."""
+    return np.frombuffer(text.encode("utf-32-le", "surrogatepass"), dtype="<u4")
 
 
 class CharTokenizer:
@@ -26,6 +37,8 @@ class CharTokenizer:
         self.alphabet = alphabet
         self.vocab_size = len(alphabet)
         self.ids = {character: i for i, character in enumerate(alphabet)}
+        self.table = np.full(max(map(ord, alphabet), default=0) + 2, -1)  # ids by code point
+        self.table[code_points(alphabet)] = np.arange(len(alphabet))
 
     @classmethod
     def train(cls, text: str) -> "CharTokenizer":
@@ -34,14 +47,17 @@ class CharTokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Raises ValueError that names the characters outside the alphabet."""
-        try:
-            return [self.ids[character] for character in text]
-        except KeyError:
+        return self.encode_array(text).tolist()
+
+    def encode_array(self, text: str) -> np.ndarray:
+        ids = self.table.take(code_points(text), mode="clip")  # beyond the end: its last, -1
+        if len(ids) and ids.min() < 0:
             unknown = "".join(sorted(set(text) - self.ids.keys()))
             raise ValueError(
                 f"the character tokenizer does not know {unknown!r}; "
                 f"it was trained on these characters only: {self.alphabet!r}"
-            ) from None
+            )
+        return ids
 
     def decode(self, ids: list[int]) -> str:
         return "".join(self.alphabet[i] for i in ids)
@@ -58,6 +74,9 @@ class ByteTokenizer:
 
     def encode(self, text: str) -> list[int]:
         return list(text.encode("utf-8"))
+
+    def encode_array(self, text: str) -> np.ndarray:
+        return np.frombuffer(text.encode("utf-8"), dtype=np.uint8)
 
     def decode(self, ids: list[int]) -> str:
         return bytes(i for i in ids if i < 256).decode("utf-8", errors="replace")

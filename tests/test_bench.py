@@ -29,7 +29,9 @@ def test_bench_takes_the_vocabulary_of_the_data_set(start, sums):
 def test_bench_passes_on_what_train_says_when_it_fails(start):
     process = start("bench.py", *TINY, "--n_head=3")
     assert process.wait() == 1
-    assert "error: n_embd=32 is not divisible by n_head=3" in process.stdout.read()
+    shown = process.stdout.read()
+    assert "error: n_embd=32 is not divisible by n_head=3" in shown
+    assert shown.endswith("\nerror: train.py ended after 0 of 16 steps, see above\n")
 
 
 @pytest.mark.parametrize("vocab_size", [-5, 10**12])

@@ -1,8 +1,10 @@
+import re
 import sys
 
 import pytest
+from conftest import ROOT
 
-from configurator import check_values, configure, describe, read_settings, resolve
+from configurator import Setting, check_values, configure, describe, read_settings, resolve
 
 SCRIPT = '''"""A script."""
 # output
@@ -210,6 +212,42 @@ def test_help_columns_line_up(settings):
     lines = [line for line in shown if line.startswith("  --")]
     columns = {line.index(settings[line[4:].split("=")[0]].comment) for line in lines}
     assert len(lines) == len(settings) and len(columns) == 1
+
+
+def test_help_keeps_sections_together_when_a_script_changes_what_it_shares(settings):
+    own = Setting("rate", 1e-3, (float,), "peak", "of its own")
+    shown = describe(settings | {"rate": own}, "s.py", "").splitlines()
+    sections = [line for line in shown if line and not line.startswith("  --")][1:]
+    assert sections == ["output", "training", "of its own"]
+    assert shown[0] == "usage: python s.py [--key=value ...]"
+
+
+CALLS = r"^ *(config = )?(configure|prepare_hub_dataset)\(globals\(\)"
+SCRIPTS = {
+    str(path.relative_to(ROOT))
+    for pattern in ("*.py", "data/*/prepare.py", "dev/*.py")
+    for path in ROOT.glob(pattern)
+    if re.search(CALLS, path.read_text(encoding="utf-8"), re.MULTILINE)
+} - {"configurator.py"}
+
+
+@pytest.mark.parametrize("script", sorted(SCRIPTS))
+def test_help_says_how_the_script_is_called(run, script):
+    """With its folder, and with config files only where it takes those of training runs."""
+    usage, *lines = run(script, "--help").splitlines()
+    takes = {"plot.py": "[OUT_DIR ...] "}.get(script, "")
+    if script in ("train.py", "sample.py", "bench.py", "dev/compare.py"):
+        takes = "[config/FILE.py ...] "
+    assert usage == f"usage: python {script} {takes}[--key=value ...]"
+    flags = [re.fullmatch(r"  --\w+=.*?  +(\S.*)", line) for line in lines if line[:4] == "  --"]
+    assert all(flags) and len({found.start(1) for found in flags}) == 1
+    if not takes:
+        with pytest.raises(ValueError, match="'notes.txt' is no setting: write --key=value"):
+            run(script, "notes.txt")
+
+
+def test_all_scripts_are_found():
+    assert len(SCRIPTS) >= 18
 
 
 def test_a_script_without_arguments_has_its_defaults(settings):

@@ -52,6 +52,15 @@ def test_f37_vocabularies_above_65536_are_written_as_uint32_without_wrapping(tmp
     assert np.array([65536 + 97]).astype(np.uint16)[0] == 97  # the naive way wraps
 
 
+def test_many_documents_without_tokens_are_not_all_held(tmp_path, monkeypatch):
+    monkeypatch.setattr(hub, "BUFFER_TOKENS", 100)
+    with hub.TokenWriter(tmp_path / "train.bin", CharTokenizer("ab")) as writer:
+        for text in ["", "ab", ""] * 200:
+            writer.add(text)
+            assert len(writer.pieces) <= 200
+    assert np.fromfile(tmp_path / "train.bin", dtype="<u2").tolist() == [0, 1] * 200
+
+
 def test_empty_split_is_refused_and_nothing_appears(tmp_path):
     with pytest.raises(ValueError, match="val split .* would be empty"):
         write_dataset(tmp_path, ByteTokenizer(), {"train": ["ab"], "val": []})

@@ -264,7 +264,7 @@ def test_wrong_variables_without_torchrun_are_named(monkeypatch, variables):
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(ValueError, match="do not describe a process: start several with torchrun"):
-        distributed.place()
+        distributed.this_process()
 
 
 def test_wrong_numbers_of_torchrun_are_named(monkeypatch):

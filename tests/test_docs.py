@@ -1,10 +1,17 @@
 """README.md and docs/: their commands, links, figures and the names of tests in them are real."""
 
 import ast
+import inspect
+import io
+import os
 import re
 import shlex
+import subprocess
+import sys
 
 import pytest
+import torch
+import torch._inductor.config
 from conftest import ROOT
 
 from configurator import read_settings
@@ -98,6 +105,97 @@ def test_the_texts_people_search_for_are_found(text):
     assert "troubleshooting.md" in pages
     headings = re.findall(r"^### (.*)$", (ROOT / "docs/troubleshooting.md").read_text(), re.M)
     assert any(text in heading for heading in headings)
+
+
+def test_torch_knows_the_torch_logs_that_are_recommended():
+    """It refuses others when it is imported."""
+    pages = "".join(page.read_text(encoding="utf-8") for page in PAGES)
+    values = sorted(set(re.findall(r"TORCH_LOGS=([\w.+]+)", pages)))
+    assert len(values) >= 4
+
+    def accepted(value):
+        process = subprocess.run(
+            [sys.executable, "-c", "import torch"], env=os.environ | {"TORCH_LOGS": value},
+            capture_output=True,
+        )  # fmt: skip
+        return process.returncode == 0
+
+    assert accepted(",".join(values)) and not accepted("torch.nonsense")
+
+
+def load_script_of_a_data_set(folder):
+    import datasets
+
+    (folder / "openwebtext.py").write_text("", encoding="utf-8")
+    datasets.load_dataset(str(folder / "openwebtext.py"))
+
+
+def load_code(folder):
+    torch.save(io.StringIO, folder / "ckpt.pt")
+    torch.load(folder / "ckpt.pt", weights_only=True)
+
+
+def load_half_a_checkpoint(folder):
+    torch.save(torch.zeros(100), folder / "ckpt.pt")
+    (folder / "ckpt.pt").write_bytes((folder / "ckpt.pt").read_bytes()[:-200])
+    torch.load(folder / "ckpt.pt")
+
+
+def load_compiled_weights(folder):
+    compiled = torch.compile(torch.nn.Linear(2, 2))
+    torch.nn.Linear(2, 2).load_state_dict(compiled.state_dict())
+
+
+def compile_with_a_broken_backend(folder):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("torch._inductor.compile_fx.compile_fx", lambda *a, **more: 1 / 0)
+        torch._dynamo.reset()
+        torch.compile(torch.nn.Linear(2, 2))(torch.zeros(2))
+
+
+def compile_without_a_compiler(folder):
+    broken = {"cpp.cxx": (None, str(folder / "none")), "force_disable_caches": True}
+    with torch._inductor.config.patch(broken):
+        torch._dynamo.reset()
+        torch.compile(torch.nn.Linear(2, 2))(torch.zeros(2))
+
+
+def compile_for_an_old_gpu(folder):
+    from torch._inductor.exc import GPUTooOldForTriton
+
+    gpu = type("Properties", (), {"name": "Tesla P100", "major": 6, "minor": 0})()
+    raise GPUTooOldForTriton(gpu, inspect.currentframe())
+
+
+def split_at_every_equals_sign(folder):
+    key, value = "--start=1+1=".split("=")
+
+
+PROVOKED = {
+    'Unexpected key(s) in state_dict: "_orig_mod.': load_compiled_weights,
+    "Weights only load failed": load_code,
+    "failed finding central directory": load_half_a_checkpoint,
+    "random_ expects 'from' to be less than 'to'": lambda folder: torch.randint(10 - 1024, (4,)),
+    "'charmap' codec can't decode byte": lambda folder: b"\x81".decode("cp1252"),
+    "Dataset scripts are no longer supported": load_script_of_a_data_set,
+    "too many values to unpack": split_at_every_equals_sign,
+    "torch._dynamo.exc.BackendCompilerFailed: backend='inductor' raised:":
+        compile_with_a_broken_backend,
+    "torch._inductor.exc.InductorError:": compile_without_a_compiler,
+    "No working C++ compiler found": compile_without_a_compiler,
+    "too old to be supported by the triton GPU compiler": compile_for_an_old_gpu,
+    "DefaultCPUAllocator: can't allocate memory": lambda folder: torch.empty(2**60),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("text", PROVOKED)
+def test_messages_of_others_are_quoted_as_they_say_them(text, tmp_path):
+    """Those of CUDA are provoked in test_gpu.py, our own where they are tested."""
+    assert any(text in page.read_text(encoding="utf-8") for page in PAGES)
+    with pytest.raises(Exception) as caught:
+        PROVOKED[text](tmp_path)
+    kind = caught.type
+    assert text in f"{kind.__module__}.{kind.__qualname__}: {caught.value}"
 
 
 def test_every_failure_has_its_section_and_the_tests_exist():

@@ -3,7 +3,7 @@ from dataclasses import replace
 from steady import distributed, memory
 from steady.distributed import Place
 from steady.environment import Plan
-from steady.memory import Split, Step, describe, estimate, fit, splits_to_try
+from steady.memory import Split, StepShape, describe, estimate, fit, splits_to_try
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ GPT2_PARAMS = 123_587_328
 
 def gpt2_step(sequences, **more):
     options = {"dtype": torch.bfloat16, "plan": replace(COMPILED), "here": Place()} | more
-    return Step(GPTConfig(), GPT2_PARAMS, sequences, **options)
+    return StepShape(GPTConfig(), GPT2_PARAMS, sequences, **options)
 
 
 def splits(batch_size, sequences, checkpointing="none", limit_gib=1e9, auto=False):
@@ -139,7 +139,7 @@ def test_estimate_is_within_a_tenth_of_what_was_measured(
 ):
     n_params = LARGE_PARAMS if config is LARGE else GPT2_PARAMS
     plan, here = COMPILED if compiled else EAGER, Place(0, 0, shards, "fsdp")
-    step = Step(config, n_params, batch_size, dtype, plan, here)
+    step = StepShape(config, n_params, batch_size, dtype, plan, here)
     parts = estimate(step, batch_size, kind)
     assert sum(parts.values()) == pytest.approx(measured, rel=0.10)
 
@@ -151,7 +151,7 @@ def test_estimate_counts_one_moment_of_the_matrices_with_muon():
 
 
 def large_step(batch_size, here):
-    return Step(LARGE, LARGE_PARAMS, batch_size, torch.bfloat16, COMPILED, here)
+    return StepShape(LARGE, LARGE_PARAMS, batch_size, torch.bfloat16, COMPILED, here)
 
 
 def test_estimate_of_few_activations_is_that_of_the_end_of_a_step():

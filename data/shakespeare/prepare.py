@@ -18,7 +18,7 @@ tokenizer = "gpt2"  # gpt2, byte, or hf:PATH_OR_HUB_ID
 input = ""  # a local copy of the text; default: download it
 out = ""  # folder to write to; default: this one
 
-configure(globals())
+configure(globals(), positional="")
 
 splits = split_text(tiny_shakespeare(input))
 write_dataset(out or Path(__file__).parent, named(tokenizer), splits)

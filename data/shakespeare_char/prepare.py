@@ -17,7 +17,7 @@ from tiny_shakespeare import tiny_shakespeare
 input = ""  # a local copy of the text; default: download it
 out = ""  # folder to write to; default: this one
 
-configure(globals())
+configure(globals(), positional="")
 
 text = tiny_shakespeare(input)
 write_dataset(out or Path(__file__).parent, CharTokenizer.train(text), split_text(text))

@@ -18,7 +18,7 @@ from configurator import configure
 
 out = ""  # folder to write to; default: this one
 
-configure(globals())
+configure(globals(), positional="")
 
 sources = []
 for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py")):

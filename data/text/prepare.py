@@ -26,7 +26,7 @@ skip_bad_rows = False  # leave out rows without text, and say which; False: stop
 num_proc = 1  # processes that tokenize
 out = ""  # folder to write to; default: data/text
 
-configure(globals())
+configure(globals(), positional="")
 
 if not input:
     raise ValueError("no input: pass --input=FILE, or a glob such as --input='notes/**/*.md'")
