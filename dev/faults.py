@@ -34,8 +34,6 @@ from collections import Counter
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-QUIET = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "WANDB_MODE": "offline"}
-os.environ |= QUIET  # before torch is imported
 from steady import checkpoint
 from steady.prepare import split_text, write_dataset
 from steady.runlog import read_metrics
@@ -58,6 +56,7 @@ limit_seconds = 60  # that a wrong input may take
 keep = False  # keep the folder of every failure
 
 configure(globals())
+os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "WANDB_MODE": "offline"}
 
 ROOT = Path(__file__).resolve().parents[1]
 ITERATIONS = 24
@@ -99,6 +98,8 @@ def in_child(command: list[str], folder: Path, way: str, variables: dict[str, st
         tee = subprocess.Popen(["tee", "copy"], stdin=subprocess.PIPE)
         for stream in (1, 2):
             os.dup2(tee.stdin.fileno(), stream)
+    sys.stdout = sys.__stdout__ = open(1, "w")  # the parent's may be of another kind
+    sys.stderr = sys.__stderr__ = open(2, "w")
     sys.argv, sys.path[0] = command[1:], str(ROOT)
     try:
         runpy.run_path(command[1], run_name="__main__")
@@ -408,7 +409,10 @@ class Trial:
     def silently_wrong(self) -> str:
         """What a run that went through has done otherwise than it was asked to."""
         if "--init_from=resume" in self.command:  # it was accepted: as it was saved
-            return difference(self.out, one_more(self.data, self.whole))
+            alone = one_more(self.data, self.whole)
+            if "metrics.jsonl" in self.culprits:  # of which lines may be lost
+                shutil.copy(alone / "metrics.jsonl", self.out)
+            return difference(self.out, alone)
         if not (self.out / "ckpt.pt").exists():
             return ""  # another out_dir, or eval_only
         config = checkpoint.load(self.out / "ckpt.pt")["config"]
@@ -469,7 +473,7 @@ def main() -> None:
             counted = Counter(kinds[n % len(kinds)] for n in range(number))
             for kind, count in counted.items():
                 alone = whole_of_two if "torchrun" in kind else whole
-                while tried[kind] < count:
+                while tried[kind] + failed[kind] < count:
                     interrupt(kind, data, alone, seconds, min(8, count - tried[kind]))
         for n in range(fuzz):
             mislead(WRONG[n % len(WRONG)], data, whole)
