@@ -209,7 +209,9 @@ def resolve(
             text = "True"  # a bare --flag
         elif not equals or not argument.startswith("--"):
             value = following if separate else settings[key].default
-            raise ValueError(f"{argument!r} has no value: write --{key}={value}")
+            raise ValueError(
+                f"{shown(argument)} has no value: write --{key}={shown(value, plain=True)}"
+            )
         value = parse(text, settings[key].types)
         config[key] = check(settings[key], value, f"--{key}={shown(text, plain=True)}")
     return config
@@ -282,6 +284,10 @@ def check_values(values: dict[str, Any]) -> None:
     for name, choices in CHOICES.items():
         if values.get(name, choices[0]) not in choices:
             raise ValueError(f"unknown {name}={shown(values[name])}: use {', '.join(choices)}")
+    begin = values.get("init_from", "scratch")  # may be a folder or id of any name, too
+    likely = difflib.get_close_matches(begin, ("scratch", "resume"), n=1)
+    if likely and begin not in likely and not os.path.exists(begin):
+        raise ValueError(f"unknown init_from={shown(begin)}, did you mean --init_from={likely[0]}?")
     for words, holds, names in RANGES:
         for name in names:
             value = values.get(name, "auto")
@@ -289,6 +295,12 @@ def check_values(values: dict[str, Any]) -> None:
                 raise ValueError(f"{name}={shown(value)} must be an integer, or auto")
             if value != "auto" and not holds(value):
                 raise ValueError(f"{name}={shown(value)} must be {words}")
+    if values.get("min_lr", 0.0) > values.get("learning_rate", math.inf) and values.get(
+        "decay_lr", True
+    ):
+        raise ValueError(
+            f"min_lr={values['min_lr']} must be at most learning_rate={values['learning_rate']}"
+        )
 
 
 def shown(value: Any, plain: bool = False) -> str:

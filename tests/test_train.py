@@ -213,6 +213,30 @@ def test_f19_one_infinite_gradient_is_skipped_and_training_goes_on(
     assert all(w.isfinite().all() for w in saved["model"].values())
 
 
+@pytest.mark.parametrize("log_interval", [1, 7])
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_f19_gradients_that_are_never_finite_are_told_once_and_end_the_run(
+    run, sums, tmp_path, monkeypatch, capsys, dtype, log_interval
+):
+    arguments = [f"--dtype={dtype}", f"--log_interval={log_interval}", "--max_iters=300"]
+    train(run, tmp_path, sums, *arguments, "--max_iters=4")
+    good = checkpoint.load(tmp_path / "ckpt.pt")["model"]
+    original = model_file.linear_cross_entropy
+
+    def explode(*arguments):
+        loss = original(*arguments)
+        if torch.is_grad_enabled():
+            loss.register_hook(lambda gradient: gradient * float("inf"))
+        return loss
+
+    monkeypatch.setattr(model_file, "linear_cross_entropy", explode)
+    with pytest.raises(ValueError, match="gradients of 10. steps in a row, .*ckpt.pt is kept: go"):
+        train(run, tmp_path, sums, *arguments, "--init_from=resume", "--eval_interval=20")
+    shown = capsys.readouterr().out
+    assert shown.count("warning") == shown.count(" steps in a row, up to iteration ") == 1
+    assert same_state(checkpoint.load(tmp_path / "ckpt.pt")["model"], good)
+
+
 # ---- stop and resume --------------------------------------------------------------------------
 
 
