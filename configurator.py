@@ -20,6 +20,7 @@ import difflib
 import io
 import math
 import os
+import re
 import signal
 import sys
 import tokenize
@@ -209,9 +210,7 @@ def resolve(
             text = "True"  # a bare --flag
         elif not equals or not argument.startswith("--"):
             value = following if separate else settings[key].default
-            raise ValueError(
-                f"{shown(argument)} has no value: write --{key}={shown(value, plain=True)}"
-            )
+            raise ValueError(f"{argument!r} has no value: write --{key}={value}")
         value = parse(text, settings[key].types)
         config[key] = check(settings[key], value, f"--{key}={shown(text, plain=True)}")
     return config
@@ -360,6 +359,7 @@ def one_line_errors(kind: type[BaseException], error: BaseException, trace: Any)
         prefix = "" if rank == "0" else f"rank {rank}: "
         if kind is not BrokenPipeError:  # its reader has seen enough
             text = "\\n".join(str(error).splitlines())
+            text = re.sub(r"(\S{100})\S{400,}(\S{100})", r"\1...\2", text)  # a value, or a path
             print(f"{prefix}error: {text}", file=sys.stderr, flush=True)
         try:
             sys.stdout.flush()

@@ -295,6 +295,7 @@ class Trial:
         self.kind, self.folder = kind, Path(tempfile.mkdtemp(prefix="faults-"))
         self.data, self.out = self.folder / "data", self.folder / "out"
         self.variables, self.whole, self.asked, self.at_its_start = {}, whole, {}, False
+        self.patience = limit_seconds
         shutil.copytree(data, self.data)
         self.command = train_command(self.data, self.out, "--max_iters=2")
         self.culprits: list[str] = []
@@ -328,6 +329,7 @@ class Trial:
 
     def environment(self) -> None:
         self.at_its_start = draw.random() < 0.05
+        self.patience = limit_seconds * (4 if self.at_its_start else 1)  # it may compile
         table = AT_ITS_START if self.at_its_start else VARIABLES
         for name in draw.sample(list(table), k=draw.randrange(1, 3)):
             self.variables[name] = draw.choice(table[name])
@@ -370,7 +372,7 @@ class Trial:
         """The status with which the command ends; None if it does not."""
         if not self.at_its_start:
             process = start(self.command, self.folder, variables=self.variables)
-            process.join(limit_seconds)
+            process.join(self.patience)
             status = process.exitcode
             process.kill()
             return status
@@ -383,7 +385,7 @@ class Trial:
                 stderr=log,
             )
         try:
-            return process.wait(limit_seconds)
+            return process.wait(self.patience)
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
@@ -392,7 +394,7 @@ class Trial:
         """What is wrong with how it ended; "" if nothing is."""
         shown = (self.folder / "log").read_text(errors="replace")
         if status is None:
-            return f"still there after {limit_seconds} s"
+            return f"still there after {self.patience} s"
         if "Traceback" in shown:
             return "a traceback: " + shown.strip().splitlines()[-1][:200]
         if status < 0:

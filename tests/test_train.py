@@ -4,6 +4,7 @@ import json
 import os
 import pty
 import random
+import shlex
 import signal
 import subprocess
 import sys
@@ -494,6 +495,12 @@ def test_a_full_disk_costs_metrics_but_not_the_run(run, sums, tmp_path, monkeypa
     assert "finished at iteration 10" in shown
     entries = read_metrics(tmp_path / "metrics.jsonl")
     assert entries[-1]["iter"] == 10 and len(entries) == len(calls) - 3 - 1
+
+
+def test_the_command_for_samples_can_be_copied(run, sums, tmp_path):
+    out = tmp_path / "a folder"
+    command = train(run, out, sums, "--max_iters=1").splitlines()[-1]
+    assert shlex.split(command) == ["python", "sample.py", f"--out_dir={out}"]
 
 
 def test_a_sample_from_weights_that_overflowed_ends_in_one_line(run, sums, tmp_path):
