@@ -212,7 +212,7 @@ def test_a_file_that_cannot_be_written_is_one_line(start):
     assert process.wait() == 1
 
 
-def test_f51_a_value_of_thousands_of_characters_is_not_all_of_an_error(capsys):
+def test_a_value_of_thousands_of_characters_is_not_all_of_an_error(capsys):
     one_line_errors(OSError, OSError(36, "File name too long", 5000 * "9"), None)
     shown = capsys.readouterr().err
     assert shown.startswith("error: [Errno 36] File name too long: '999") and len(shown) < 300
@@ -228,7 +228,7 @@ def test_f51_a_value_of_thousands_of_characters_is_not_all_of_an_error(capsys):
         ({"block_size": 0}, "block_size=0 must be at least 1 and at most 2147483647"),
     ],
 )  # fmt: skip
-def test_f51_values_that_cannot_be_meant_are_refused(values, expected, tmp_path, monkeypatch):
+def test_values_that_cannot_be_meant_are_refused(values, expected, tmp_path, monkeypatch):
     with pytest.raises(ValueError) as error:
         check_values(values)
     assert str(error.value) == expected
