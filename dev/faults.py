@@ -13,6 +13,7 @@ files. Each must be refused in one line that names its culprit, or run through a
 never a traceback, a signal, or more than a minute.
 
 Prints tried and failed per kind, and the command of each failure; exits with 1 if there is any.
+Ctrl-C ends it earlier, with the counts so far.
 Kills and stops count where they met a run that was still going.
 """
 
@@ -441,9 +442,9 @@ def one_more(data: Path, whole: Path) -> Path:
 
 def mislead(kind: str, data: Path, whole: Path) -> None:
     """Try one wrong input."""
-    tried[kind] += 1
     trial = Trial(kind, data, whole)
     problem = trial.verdict(trial.run())
+    tried[kind] += 1
     if problem:
         variables = [f"{name}={value}" for name, value in trial.variables.items()]
         fail(kind, [*variables, *trial.command], problem, trial.folder)
@@ -451,6 +452,7 @@ def mislead(kind: str, data: Path, whole: Path) -> None:
 
 
 def main() -> None:
+    """Try everything."""
     matplotlib.use("Agg")
     gc.collect()
     gc.freeze()  # so that the processes forked from here on need not look through it
@@ -479,10 +481,15 @@ def main() -> None:
                     interrupt(kind, data, alone, seconds, min(8, count - tried[kind]))
         for n in range(fuzz):
             mislead(WRONG[n % len(WRONG)], data, whole)
-    for kind, count in tried.items():
-        print(f"{kind:34} tried {count:5}  failed {failed[kind]:5}")
-    sys.exit(bool(failed))
 
 
 if __name__ == "__main__":
-    main()
+    began = time.monotonic()
+    try:
+        main()
+    except KeyboardInterrupt:
+        pass
+    for kind, count in tried.items():
+        print(f"{kind:34} tried {count:5}  failed {failed[kind]:5}")
+    print(f"seed {seed}, {time.monotonic() - began:.0f} s")
+    sys.exit(bool(failed))
