@@ -315,8 +315,8 @@ class Trial:
             name, value = draw.choice([*names, *names, "mode", "lr"]), draw.choice(VALUES)
             if name == "max_iters":  # the only one that may be long
                 continue
-            form = draw.choice(["--{}={}", "--{}={}", "--{}={}", "--{} {}", "-{}={}", "{}={}"])
-            self.command += form.format(name, value).split(" ", 1)
+            form = draw.choice(["--{}={}", "--{}={}", "--{}={}", "--{}\0{}", "-{}={}", "{}={}"])
+            self.command += form.format(name, value).split("\0")
             self.culprits += [name, repr(value)[1:-1] or name, os.fsencode(value).decode("latin-1")]
             if form.startswith("--{}="):
                 self.asked[name] = value
