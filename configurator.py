@@ -20,6 +20,7 @@ import difflib
 import io
 import math
 import os
+import re
 import signal
 import sys
 import tokenize
@@ -290,6 +291,10 @@ def check_values(values: dict[str, Any]) -> None:
     for name, choices in CHOICES.items():
         if values.get(name, choices[0]) not in choices:
             raise ValueError(f"unknown {name}={shown(values[name])}: use {', '.join(choices)}")
+    begin = values.get("init_from", "scratch")  # may be a folder or id of any name, too
+    likely = difflib.get_close_matches(begin, ("scratch", "resume"), n=1)
+    if likely and begin not in likely and not os.path.exists(begin):
+        raise ValueError(f"unknown init_from={shown(begin)}, did you mean --init_from={likely[0]}?")
     for words, holds, names in RANGES:
         for name in names:
             value = values.get(name, "auto")
@@ -297,6 +302,12 @@ def check_values(values: dict[str, Any]) -> None:
                 raise ValueError(f"{name}={shown(value)} must be an integer, or auto")
             if value != "auto" and not holds(value):
                 raise ValueError(f"{name}={shown(value)} must be {words}")
+    if values.get("min_lr", 0.0) > values.get("learning_rate", math.inf) and values.get(
+        "decay_lr", True
+    ):
+        raise ValueError(
+            f"min_lr={values['min_lr']} must be at most learning_rate={values['learning_rate']}"
+        )
 
 
 def shown(value: Any, plain: bool = False) -> str:
@@ -356,6 +367,7 @@ def one_line_errors(kind: type[BaseException], error: BaseException, trace: Any)
         prefix = "" if rank == "0" else f"rank {rank}: "
         if kind is not BrokenPipeError:  # its reader has seen enough
             text = "\\n".join(str(error).splitlines())
+            text = re.sub(r"(\S{100})\S{400,}(\S{100})", r"\1...\2", text)  # a value, or a path
             print(f"{prefix}error: {text}", file=sys.stderr, flush=True)
         try:
             sys.stdout.flush()

@@ -206,6 +206,10 @@ if __name__ == "__main__":
 
     if not to:
         raise ValueError("where to? pass --to=FOLDER")
+    try:
+        to.encode()
+    except UnicodeEncodeError:
+        raise ValueError(f"--to={to!r} is not UTF-8, as safetensors wants paths to be") from None
     path = checkpoint.find(Path(out_dir), ckpt)
     saved = checkpoint.load(path)
     with torch.device("meta"):

@@ -14,6 +14,7 @@ import math
 import time
 from functools import partial
 from pathlib import Path
+from shlex import quote
 
 from steady import checkpoint, distributed, environment, folder, hardware, memory, optim, recompute
 from steady.dataloader import DataLoader, DataSet, TokenFile, validation_batches
@@ -239,9 +240,8 @@ fit = memory.fit(try_step, step_shape, wanted, device, auto_batch)
 model, batch_size = fit.model, fit.split.batch_size
 gradient_accumulation_steps = sequences_per_iter // batch_size
 log.line(fit.report(sequences_per_iter))
-loader = DataLoader(
-    train_file, batch_size, gradient_accumulation_steps, seed, device, here, data_offset
-)
+loader = DataLoader(train_file, batch_size, gradient_accumulation_steps, seed, device, here,
+                    data_offset)  # fmt: skip
 
 # -----------------------------------------------------------------------------
 # training loop
@@ -253,7 +253,7 @@ micro_batches = loader.micro_batches(iter_num)
 tokens, targets = next(micro_batches)
 loss = torch.zeros((), device=device)  # our own tensor: a CUDA graph's output would be overwritten
 stopping, saved_iter = False, None
-rescue = Rescue(ckpt_path, training_state, step_shape, fit.split)  # an error saves the state first
+rescue = Rescue(ckpt_path, training_state, step_shape, fit.split, log.line)  # errors save first
 while True:
     # ---- learning rate ------------------------------------------------------
     lr = optim.set_schedule(optimizer, iter_num, config)
@@ -297,7 +297,7 @@ while True:
     log_due = iter_num % log_interval == 0 or iter_num + 1 == max_iters
     if log_due:  # copied now, so that reading it does not wait for the optimizer
         distributed.all_reduce_sum(loss)
-        read_numbers = hardware.read_later(loss, grad_norm)
+        read_numbers = hardware.read_later(loss, grad_norm, optimizer.skipped)
     rescue.whole = False  # until iter_num is raised, weights and iteration do not fit together
     scaler.step(optimizer)
     scaler.update()
@@ -306,9 +306,9 @@ while True:
 
     # ---- log ----------------------------------------------------------------
     if log_due:
-        loss_now, norm_now = read_numbers()  # waits for the device
+        loss_now, norm_now, skipped = read_numbers()  # waits for the device
         log.step(iter_num, loss_now, lr, norm_now, hardware.peak_memory_gib(device))
-        rescue.require_finite({"loss": loss_now}, iter_num)
+        rescue.require_finite({"loss": loss_now}, iter_num, skipped)
     iter_num, rescue.whole = iter_num + 1, True
     log.progress(iter_num)
     profiler.step()
@@ -327,4 +327,4 @@ if stopping:
 elif not eval_only:
     print(log.summary(loader.position(iter_num) * block_size, best_val_loss, best_path))
     print(f"finished at iteration {iter_num}; to see samples:")
-    print(f"  python sample.py --out_dir={out_dir}")
+    print(f"  python sample.py --out_dir={quote(out_dir)}")

@@ -1,19 +1,23 @@
-"""Kill, stop and mislead train.py and sample.py at random, and see that nothing is lost.
+"""Kill, stop and mislead the scripts at random, and see that nothing is lost.
 
     make faults
     python dev/faults.py --kills=200 --stops=100 --fuzz=3000
 
-kills: SIGKILL at a random moment; what is there is resumed, again and again, until the run is
-through. Its losses and weights must be bit for bit those of a run that was left alone.
+kills: SIGKILL at a random moment, also to one of two processes under torchrun; what is there is
+resumed, again and again, until the run is through. Its losses and weights must be bit for bit those
+of a run that was left alone.
 stops: the same with SIGINT, SIGTERM and SIGHUP, alone, in a pipe to tee that dies of the same
 signal, under nohup, and under torchrun. Such a run must end with status 0 and have saved.
 fuzz: wrong command lines, config files, environment variables, checkpoints, metadata and token
-files. Each must be refused in one line that names its culprit, or run through; never a traceback,
-a signal, or more than a minute.
+files. Each must be refused in one line that names its culprit, or run through as it was asked to;
+never a traceback, a signal, or more than a minute.
 
 Prints tried and failed per kind, and the command of each failure; exits with 1 if there is any.
+Ctrl-C ends it earlier, with the counts so far.
+Kills and stops count where they met a run that was still going.
 """
 
+import gc
 import json
 import multiprocessing
 import os
@@ -36,55 +40,93 @@ from steady.prepare import split_text, write_dataset
 from steady.runlog import read_metrics
 from steady.tokenizer import CharTokenizer
 
+import matplotlib.pyplot
 import torch
+import torch._dynamo
+import torch.distributed.fsdp
 
-from configurator import configure, read_settings
+import convert  # noqa: F401
+from configurator import configure, parse, read_settings
 
 # how often
-kills = 12  # runs killed by SIGKILL
-stops = 8  # runs stopped by a signal
-fuzz = 120  # wrong inputs
+kills = 24  # runs killed by SIGKILL
+stops = 12  # runs stopped by a signal
+fuzz = 240  # wrong inputs
 seed = 1  # of what is tried
 limit_seconds = 60  # that a wrong input may take
 keep = False  # keep the folder of every failure
 
 configure(globals(), positional="")
+os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "WANDB_MODE": "offline"}
 
-ROOT = Path(__file__).parents[1]
-ITERATIONS = 60
-TINY = ["--batch_size=2", "--gradient_accumulation_steps=2", "--block_size=16", "--n_layer=2",
-        "--n_head=2", "--n_embd=32", "--eval_interval=5", "--eval_iters=2", "--compile=False",
-        "--device=cpu", f"--max_iters={ITERATIONS}", "--lr_decay_iters=60"]  # fmt: skip
+ROOT = Path(__file__).resolve().parents[1]
+ITERATIONS = 24
+TINY = ["--batch_size=2", "--gradient_accumulation_steps=2", "--block_size=16", "--n_layer=1",
+        "--n_head=2", "--n_embd=32", "--eval_interval=4", "--eval_iters=2", "--compile=False",
+        "--device=cpu", f"--max_iters={ITERATIONS}", "--lr_decay_iters=24"]  # fmt: skip
+KILLS = ("kill",) * 9 + ("kill under torchrun",)
+STOPS = ("stop", "stop in a pipe to tee", "stop under nohup", "stop under torchrun")
 draw = random.Random(seed)
 tried, failed = Counter(), Counter()
 
-
-# Most of a short run's time is the import of torch: processes that have it are forked.
-context = multiprocessing.get_context("forkserver")
-context.set_forkserver_preload(["torch", "torch._dynamo"])
-QUIET = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "WANDB_MODE": "offline"}
+# Most of a short run's time is the import of torch and the like: processes that have it are forked.
+context = multiprocessing.get_context("fork")
+torch.set_num_threads(1)
 
 
-def start(command: list[str], folder: Path) -> multiprocessing.process.BaseProcess:
-    """`command` in `folder`, with its output in `folder`/log."""
-    process = context.Process(target=in_child, args=(command, folder))
+def start(
+    command: list[str], folder: Path, way: str = "", variables: dict[str, str] | None = None
+) -> multiprocessing.process.BaseProcess:
+    """`command` in `folder`, with its output in `folder`/log, as the leader of a session."""
+    process = context.Process(target=in_child, args=(command, folder, way, variables or {}))
     process.start()
+    while process.is_alive() and os.getpgid(process.pid) != process.pid:
+        time.sleep(0.001)
     return process
 
 
-def in_child(command: list[str], folder: Path) -> None:
+def in_child(command: list[str], folder: Path, way: str, variables: dict[str, str]) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # as it is before configure(), see steady
+    if "nohup" in way:
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    os.environ.update(variables)
     os.chdir(folder)
     with open("log", "w") as file:
         for stream in (1, 2):
             os.dup2(file.fileno(), stream)
-    os.environ.update(QUIET)
-    torch.set_num_threads(1)
+    os.setsid()
+    if "tee" in way:
+        tee = subprocess.Popen(["tee", "copy"], stdin=subprocess.PIPE)
+        for stream in (1, 2):
+            os.dup2(tee.stdin.fileno(), stream)
+    sys.stdout = sys.__stdout__ = open(1, "w")  # the parent's may be of another kind
+    sys.stderr = sys.__stderr__ = open(2, "w")
     sys.argv, sys.path[0] = command[1:], str(ROOT)
     try:
         runpy.run_path(command[1], run_name="__main__")
     except Exception:
         sys.excepthook(*sys.exc_info())
         sys.exit(1)
+    except KeyboardInterrupt:
+        sys.excepthook(*sys.exc_info())
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
+
+
+def start_torchrun(command: list[str], folder: Path) -> subprocess.Popen:
+    """The same, in two processes."""
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    with open(folder / "log", "w") as log:
+        return subprocess.Popen(
+            [command[0], *torchrun, *command[1:]], stdout=log, stderr=log, cwd=folder,
+            start_new_session=True,
+        )  # fmt: skip
+
+
+def workers(agent: int) -> list[int]:
+    """What torchrun has started."""
+    found = Path(f"/proc/{agent}/task").glob("*/children")
+    return [int(pid) for file in found for pid in file.read_text().split()]
 
 
 def fail(kind: str, command: list[str], why: str, folder: Path) -> None:
@@ -113,84 +155,77 @@ def losses(out: Path) -> list[float]:
     return [e["loss"] for e in read_metrics(out / "metrics.jsonl") if "loss" in e]
 
 
-def compare(kind: str, out: Path, whole: Path, command: list[str]) -> None:
-    """Whether a run that was interrupted has ended as the one that was left alone."""
+def difference(out: Path, whole: Path) -> str:
+    """How a run that was interrupted has ended otherwise than the one that was left alone."""
     ours, theirs = (checkpoint.load(path / "ckpt.pt") for path in (out, whole))
     if losses(out) != losses(whole):
-        fail(kind, command, "another loss curve", out)
-    elif not same(ours["model"], theirs["model"]) or not same(
-        ours["optimizer"]["state"], theirs["optimizer"]["state"]
-    ):
-        fail(kind, command, "other weights", out)
+        return "another loss curve"
+    if not same(ours["model"], theirs["model"]):
+        return "other weights"
+    return "" if same(ours["optimizer"]["state"], theirs["optimizer"]["state"]) else "other moments"
 
 
-def interrupt(kind: str, data: Path, whole: Path, seconds: float) -> None:
-    """Start, interrupt and resume a run until it is through."""
+def interrupt(kind: str, data: Path, whole: Path, seconds: float, most: int) -> None:
+    """Start, interrupt and resume a run until it is through, interrupting at most so often."""
     folder = Path(tempfile.mkdtemp(prefix="faults-"))
-    out, log = folder / "out", folder / "log"
+    out, log, torchrun = folder / "out", folder / "log", "torchrun" in kind
     signum = draw.choice((signal.SIGINT, signal.SIGTERM, signal.SIGHUP))
-    signum = signal.SIGKILL if kind == "kill" else signum
-    for _ in range(8):
+    signum = signal.SIGKILL if "kill" in kind else signum
+    reached = interruptions = 0
+    while reached < ITERATIONS:
         command = train_command(data, out)
         command += ["--init_from=resume"] if (out / "ckpt.pt").exists() else []
-        if kind in ("kill", "stop"):
-            process = start(command, folder)
-            ended = lambda: not process.is_alive()  # noqa: B023, E731
-            send = lambda signum: os.kill(process.pid, signum)  # noqa: B023, E731
-        else:
-            if "torchrun" in kind:
-                command[1:1] = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-            line = shlex.join(["nohup", *command] if "nohup" in kind else command)
-            line += f" 2>&1 | tee {folder / 'tee'}" if "tee" in kind else ""
-            line = f"trap : INT TERM HUP; {line}"  # bash itself stays until all have ended
-            with log.open("w") as file:
-                process = subprocess.Popen(
-                    ["bash", "-c", line], stdout=file, stderr=file,
-                    cwd=ROOT, start_new_session=True, env=os.environ | QUIET,
-                )  # fmt: skip
+        before = len(losses(out))
+        if torchrun:
+            process = start_torchrun(command, folder)
             ended = lambda: process.poll() is not None  # noqa: B023, E731
-            send = lambda signum: os.killpg(process.pid, signum)  # noqa: B023, E731
             # the time to import torch and to meet is not worth a signal
-            while not ended() and not losses(out):
-                time.sleep(0.05)
-        end = time.monotonic() + draw.uniform(0.0, 1.0) * seconds
+            while not ended() and len(losses(out)) <= before:
+                time.sleep(0.02)
+        else:
+            process = start(command, folder, kind)
+            ended = lambda: not process.is_alive()  # noqa: B023, E731
+        rest = draw.uniform(0.0, 1.1) * seconds * (1.0 - reached / ITERATIONS / 2)
+        end = time.monotonic() + (rest if interruptions < most else 3600)
         while not ended() and time.monotonic() < end:
-            time.sleep(0.005)
-        training, was_there = bool(losses(out)), (out / "ckpt.pt").exists()
-        if not ended():
-            send(signum)  # also to tee, as a terminal does
+            time.sleep(0.002)
+        training, was_there = len(losses(out)) > before, (out / "ckpt.pt").exists()
+        interrupted = not ended()
+        if interrupted:
+            interruptions += 1
+            tried[kind] += 1
+            started = workers(process.pid) if torchrun and "kill" in kind else []
+            if started:
+                os.kill(draw.choice(started), signal.SIGKILL)
+            else:
+                os.killpg(process.pid, signum)  # also to tee, as a terminal does
         end = time.monotonic() + 60
         while not ended() and time.monotonic() < end:
-            time.sleep(0.005)
+            time.sleep(0.002)
         if not ended():
-            send(signal.SIGKILL)
+            os.killpg(process.pid, signal.SIGKILL)
             return fail(kind, command, f"still there a minute after {signum.name}", folder)
-        if kind == "stop" and training and process.exitcode:
-            return fail(kind, command, f"status {process.exitcode} at {signum.name}", folder)
+        status = process.returncode if torchrun else process.exitcode
         text = log.read_text(errors="replace") if log.exists() else ""
-        if "Traceback" in text and "torchrun" not in kind:
+        if not interrupted and status:
+            return fail(kind, command, f"status {status}: {text}", folder)
+        if "stop" in kind and not torchrun and training and status:
+            return fail(kind, command, f"status {status} at {signum.name}", folder)
+        if "Traceback" in text and not torchrun:  # torchrun itself ends in one
             return fail(kind, command, f"a traceback after {signum.name}", folder)
         if not (out / "ckpt.pt").exists():
-            if was_there or training and kind != "kill":
+            if was_there or training and "stop" in kind:
                 return fail(kind, command, f"no checkpoint after {signum.name}", folder)
             continue
         try:
             reached = checkpoint.load(out / "ckpt.pt")["iter_num"]
         except ValueError as error:
             return fail(kind, command, str(error), folder)
-        last = max(e["iter"] for e in read_metrics(out / "metrics.jsonl") if "loss" in e)
-        if kind != "kill" and training and reached != last + 1:
-            return fail(kind, command, f"saved {reached} of {last + 1} at {signum.name}", folder)
-        if reached == ITERATIONS:
-            break
-    command = train_command(data, out)
-    command += ["--init_from=resume"] if (out / "ckpt.pt").exists() else []
-    process = start(command, folder)
-    process.join()
-    if process.exitcode:
-        fail(kind, command, log.read_text(), folder)
-    elif "torchrun" not in kind:  # whose sums are rounded in another order
-        compare(kind, out, whole, command)
+        if "stop" in kind and training and reached != len(losses(out)):
+            return fail(kind, command, f"saved {reached} of {len(losses(out))}", folder)
+    tried["runs compared with one left alone"] += 1
+    if found := difference(out, whole):
+        fail(kind, command, found, folder)
     shutil.rmtree(folder)
 
 
@@ -202,7 +237,10 @@ VALUES = ["", "0", "-1", "1", "3", "nan", "inf", "-inf", "1e308", "1e-308", "x",
 STATEMENTS = ["import sys; sys.exit(0)", "1/0", "x = ", "exit()",
               "seed = 10**5000", "batch_size = None", "n_layer = [1]", "learning_rate = 10**400",
               "out_dir = 'a\\nb'", "while True: break", "def f(): return f()\n_ = f()", "lr = 1",
-              "\ufeffseed = 1", "import torch", "n_embd = 10**18", "batch_size = 2.0"]  # fmt: skip
+              "\ufeffseed = 1", "import torch", "n_embd = 10**18", "batch_size = 2.0",
+              "seed = True", "from nowhere import x", "print(", "'",
+              "max_iters = 1", "del seed", "seed = seed + 1", "_x = 1", "x: int = 1", "\0",
+              "class seed: pass", "dataset = b'x'", "eval_iters = 0"]  # fmt: skip
 VARIABLES = {
     "RANK": ["x", "-1", "5"],
     "WORLD_SIZE": ["0", "2", "x"],
@@ -210,6 +248,11 @@ VARIABLES = {
     "MASTER_PORT": ["x", "-1", "99999"],
     "TORCHELASTIC_RESTART_COUNT": ["x", "1", "-1"],
     "LOCAL_WORLD_SIZE": ["x"],
+    "HOME": ["/nowhere", ""],
+    "TMPDIR": ["/nowhere"],
+    "COLUMNS": ["x", "0"],
+}
+AT_ITS_START = {  # read when Python or torch start
     "CXX": ["/bin/false", "g++ -O2", "nowhere"],
     "TORCHINDUCTOR_CACHE_DIR": ["/dev/null/x", ""],
     "TORCHDYNAMO_DISABLE": ["1", "x"],
@@ -217,10 +260,8 @@ VARIABLES = {
     "PYTORCH_CUDA_ALLOC_CONF": ["nonsense", "expandable_segments:False"],
     "PYTHONIOENCODING": ["ascii", "latin-1"],
     "LC_ALL": ["C", "nowhere"],
-    "HOME": ["/nowhere", ""],
-    "TMPDIR": ["/nowhere"],
-    "COLUMNS": ["x", "0"],
 }
+WRONG = ("command line", "config file", "environment", "checkpoint", "metadata", "token file")
 
 
 def damage(path: Path) -> str:
@@ -248,136 +289,207 @@ def damage(path: Path) -> str:
     return way
 
 
-def mislead(kind: str, data: Path, whole: Path) -> None:
-    """Try one wrong input."""
-    folder = Path(tempfile.mkdtemp(prefix="faults-"))
-    out, variables, more = folder / "out", {}, ["--max_iters=2"]
-    shutil.copytree(data, folder / "data")
-    command = train_command(folder / "data", out, *more)
-    if kind == "command line":
-        script = draw.choice(["train.py", "train.py", "sample.py"])
+class Trial:
+    """A wrong input: what is run, and what its error may name."""
+
+    def __init__(self, kind: str, data: Path, whole: Path):
+        self.kind, self.folder = kind, Path(tempfile.mkdtemp(prefix="faults-"))
+        self.data, self.out = self.folder / "data", self.folder / "out"
+        self.variables, self.whole, self.asked, self.at_its_start = {}, whole, {}, False
+        self.patience = limit_seconds
+        shutil.copytree(data, self.data)
+        self.command = train_command(self.data, self.out, "--max_iters=2")
+        self.culprits: list[str] = []
+        getattr(self, kind.replace(" ", "_"))()
+
+    def command_line(self) -> None:
+        script = draw.choice(["train.py"] * 9 + ["sample.py"] * 3 + ["plot.py", "convert.py"] * 2)
         names = list(read_settings(ROOT / script))
-        chosen = [
-            draw.choice(["--{}={}", "--{}={}", "--{}={}", "--{} {}", "-{}={}", "{}={}"]).format(
-                draw.choice([*names, *names, "mode", "lr"]), draw.choice(VALUES)
-            )
-            for _ in range(draw.randrange(1, 3))
-        ]
-        chosen = [c for c in chosen if "max_iters" not in c]  # the only one that may be long
-        if script == "sample.py":
-            command = [sys.executable, str(ROOT / script), f"--out_dir={whole}", "--device=cpu",
-                       "--max_new_tokens=5", "--num_samples=2"]  # fmt: skip
-        command += [part.replace("\0", "") for c in chosen for part in c.split(" ", 1)]
-    elif kind == "config file":
-        file = folder / "config.py"
+        sample = ["--device=cpu", "--max_new_tokens=5", "--num_samples=2"]
+        bases = {"sample.py": [f"--out_dir={self.whole}", *sample],
+                 "plot.py": [str(self.whole)],
+                 "convert.py": [f"--out_dir={self.whole}", "--to=exported"]}  # fmt: skip
+        if script != "train.py":
+            self.command = [sys.executable, str(ROOT / script), *bases[script]]
+        for _ in range(draw.randrange(1, 3)):
+            name, value = draw.choice([*names, *names, "mode", "lr"]), draw.choice(VALUES)
+            if name == "max_iters":  # the only one that may be long
+                continue
+            form = draw.choice(["--{}={}", "--{}={}", "--{}={}", "--{}\0{}", "-{}={}", "{}={}"])
+            self.command += form.format(name, value).split("\0")
+            self.culprits += [name, repr(value)[1:-1] or name, os.fsencode(value).decode("latin-1")]
+            if form.startswith("--{}="):
+                self.asked[name] = value
+
+    def config_file(self) -> None:
+        file = self.folder / "config.py"
         text = "\n".join(draw.choices(STATEMENTS, k=draw.randrange(1, 3)))
         file.write_bytes(text.encode(draw.choice(["utf-8", "utf-16", "utf-8", "utf-8"])))
-        command.insert(2, str(file))
-    elif kind == "environment":
-        for name in draw.sample(list(VARIABLES), k=draw.randrange(1, 3)):
-            variables[name] = draw.choice(VARIABLES[name])
-        command += [f"--compile={any(n.startswith(('CXX', 'TORCHDYN')) for n in variables)}"]
-    elif kind == "checkpoint":
-        shutil.copytree(whole, out)
-        damage(out / "ckpt.pt")
-        command += ["--init_from=resume", f"--max_iters={ITERATIONS + 1}"]
-    elif kind == "metadata":
-        file = folder / "data" / "meta.json"
+        self.command.insert(2, str(file))
+        self.culprits = [str(file), *re.findall(r"^(\w+) = ", text, re.MULTILINE)]
+
+    def environment(self) -> None:
+        self.at_its_start = draw.random() < 0.05
+        self.patience = limit_seconds * (4 if self.at_its_start else 1)  # it may compile
+        table = AT_ITS_START if self.at_its_start else VARIABLES
+        for name in draw.sample(list(table), k=draw.randrange(1, 3)):
+            self.variables[name] = draw.choice(table[name])
+        compiles = any(n.startswith(("CXX", "TORCHDYN", "TORCHIND")) for n in self.variables)
+        self.command += [f"--compile={compiles}"]
+        self.culprits = list(self.variables)
+
+    def checkpoint(self) -> None:
+        shutil.copytree(self.whole, self.out)
+        name = draw.choice(["ckpt.pt", "ckpt.pt", "best.pt", "metrics.jsonl"])
+        damage(self.out / name)
+        self.culprits = [name, str(self.out)]
+        self.command += ["--init_from=resume", f"--max_iters={ITERATIONS + 1}"]
+        if name != "ckpt.pt" and draw.random() < 0.8:
+            script, *more = draw.choice(
+                [("sample.py", "--device=cpu", "--max_new_tokens=5"), ("convert.py", "--to=new")]
+            )
+            more += [f"--out_dir={self.out}"]
+            if name == "metrics.jsonl":
+                script, more = "plot.py", [str(self.out)]
+            self.command = [sys.executable, str(ROOT / script), *more]
+
+    def metadata(self) -> None:
+        file = self.data / "meta.json"
+        self.culprits = [str(self.data)]
         if draw.random() < 0.5:
             damage(file)
-        else:
-            meta = json.loads(file.read_text())
-            values = [None, -1, 0, 10**12, "", "object", "int8", [], {}, [1], 1.5, True, "ü" * 99]
-            meta[draw.choice(list(meta))] = draw.choice(values)
-            file.write_text(json.dumps(draw.choice([meta, meta, meta, [meta], 1, None])))
-    elif kind == "token file":
-        damage(folder / "data" / draw.choice(["train.bin", "val.bin"]))
-    shown, status = [*(f"{k}={v}" for k, v in variables.items()), *command], None
-    if variables:  # which torch reads when it is imported
-        environment = os.environ | QUIET | variables
-        with open(folder / "log", "w") as log:
-            process = subprocess.Popen(command, cwd=folder, env=environment, stdout=log, stderr=log)
+            return
+        meta = json.loads(file.read_text())
+        values = [None, -1, 0, 10**12, "", "object", "int8", [], {}, [1], 1.5, True, "ü" * 99]
+        meta[draw.choice(list(meta))] = draw.choice(values)
+        file.write_text(json.dumps(draw.choice([meta, meta, meta, [meta], 1, None])))
+
+    def token_file(self) -> None:
+        file = self.data / draw.choice(["train.bin", "val.bin"])
+        damage(file)
+        self.culprits = [str(self.data)]
+
+    def run(self) -> int | None:
+        """The status with which the command ends; None if it does not."""
+        if not self.at_its_start:
+            process = start(self.command, self.folder, variables=self.variables)
+            process.join(self.patience)
+            status = process.exitcode
+            process.kill()
+            return status
+        with open(self.folder / "log", "w") as log:
+            process = subprocess.Popen(
+                self.command,
+                cwd=self.folder,
+                env=os.environ | self.variables,
+                stdout=log,
+                stderr=log,
+            )
         try:
-            status = process.wait(limit_seconds)
+            return process.wait(self.patience)
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
-    else:
-        process = start(command, folder)
-        process.join(limit_seconds)
-        status = process.exitcode
-        process.kill()
-    if status is None:
-        problem = f"still there after {limit_seconds} s"
-    else:
-        problem = verdict(status, (folder / "log").read_text(errors="replace"))
-    if kind == "checkpoint" and status == 0 and not problem:
-        # it was accepted: then it must have been what was saved
-        ours, theirs = (checkpoint.load(path / "ckpt.pt") for path in (out, whole))
-        if ours["iter_num"] != ITERATIONS + 1 or losses(out)[:ITERATIONS] != losses(whole):
-            problem = "a damaged checkpoint was resumed"
-        elif not same(after_one_more(data, whole), ours["model"]):
-            problem = "a damaged checkpoint was resumed: other weights"
-    if problem:
-        fail(kind, shown, problem, folder)
-    shutil.rmtree(folder)
+
+    def verdict(self, status: int | None) -> str:
+        """What is wrong with how it ended; "" if nothing is."""
+        shown = (self.folder / "log").read_text(errors="replace")
+        if status is None:
+            return f"still there after {self.patience} s"
+        if "Traceback" in shown:
+            return "a traceback: " + shown.strip().splitlines()[-1][:200]
+        if status < 0:
+            return f"signal {-status}"
+        errors = [line for line in shown.splitlines() if re.match(r"(rank \S+: )?error: ", line)]
+        if status and len(errors) != 1:
+            return f"status {status} with {len(errors)} lines of error: {shown[-300:]}"
+        if status and len(errors[0]) > 1500:
+            return f"an error of {len(errors[0])} characters"
+        if status and not any(culprit in errors[0] for culprit in self.culprits):
+            return f"names no culprit: {errors[0]}"
+        return self.silently_wrong() if status == 0 and "train.py" in self.command[1] else ""
+
+    def silently_wrong(self) -> str:
+        """What a run that went through has done otherwise than it was asked to."""
+        if "--init_from=resume" in self.command:  # it was accepted: as it was saved
+            alone = one_more(self.data, self.whole)
+            if "metrics.jsonl" in self.culprits:  # of which lines may be lost
+                shutil.copy(alone / "metrics.jsonl", self.out)
+            return difference(self.out, alone)
+        if not (self.out / "ckpt.pt").exists():
+            return ""  # another out_dir, or eval_only
+        config = checkpoint.load(self.out / "ckpt.pt")["config"]
+        settings = read_settings(ROOT / "train.py")
+        for name, value in self.asked.items():
+            wanted = parse(value, settings[name].types)
+            if wanted not in (0, "auto", "resume") and config[name] != wanted:
+                return f"asked for {name}={wanted!r:.80}, but trained with {config[name]!r}"
+        if self.kind == "metadata" and (self.data / "meta.json").is_file():
+            if losses(self.out) != losses(self.whole)[:2]:
+                return "trained on other metadata without a word"
+        return ""
 
 
-def after_one_more(data: Path, whole: Path) -> dict[str, torch.Tensor]:
-    """The weights that one more step makes of the run that was left alone."""
+def one_more(data: Path, whole: Path) -> Path:
+    """The run that was left alone after one more step."""
     out = whole.parent / "one more"
     if not out.exists():
         shutil.copytree(whole, out)
         more = ("--init_from=resume", f"--max_iters={ITERATIONS + 1}")
-        subprocess.run(train_command(data, out, *more), check=True, capture_output=True)
-    return checkpoint.load(out / "ckpt.pt")["model"]
+        start(train_command(data, out, *more), whole.parent).join()
+    return out
 
 
-def verdict(status: int, shown: str) -> str:
-    """What is wrong with how a script ended; "" if nothing is."""
-    if "Traceback" in shown:
-        return "a traceback: " + shown.strip().splitlines()[-1][:200]
-    if status < 0:
-        return f"signal {-status}"
-    errors = [line for line in shown.splitlines() if re.match(r"(rank \S+: )?error: ", line)]
-    if status and len(errors) != 1:
-        return f"status {status} with {len(errors)} lines of error"
-    if status and len(errors[0]) > 1500:
-        return f"an error of {len(errors[0])} characters"
-    return ""
+def mislead(kind: str, data: Path, whole: Path) -> None:
+    """Try one wrong input."""
+    trial = Trial(kind, data, whole)
+    problem = trial.verdict(trial.run())
+    tried[kind] += 1
+    if problem:
+        variables = [f"{name}={value}" for name, value in trial.variables.items()]
+        fail(kind, [*variables, *trial.command], problem, trial.folder)
+    shutil.rmtree(trial.folder)
 
 
 def main() -> None:
+    """Try everything."""
+    matplotlib.use("Agg")
+    gc.collect()
+    gc.freeze()  # so that the processes forked from here on need not look through it
     text = "".join(f"{a}+{b}={a + b}\n" for a in range(100) for b in range(20))
-    with tempfile.TemporaryDirectory() as folder:
-        data, whole = Path(folder, "data"), Path(folder, "whole")
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        data, whole, whole_of_two = folder / "data", folder / "whole", folder / "whole of two"
         data.mkdir()
         write_dataset(data, CharTokenizer.train(text), split_text(text))
         seconds = 0.0
-        for out in (Path(folder, "warm up"), whole):
+        for out in (folder / "warm up", whole):
             began = time.monotonic()
-            process = start(train_command(data, out), Path(folder))
+            process = start(train_command(data, out), folder)
             process.join()
             seconds = time.monotonic() - began
         if process.exitcode:
-            sys.exit(Path(folder, "log").read_text())
+            sys.exit((folder / "log").read_text())
+        if kills > 9 or stops > 3:
+            start_torchrun(train_command(data, whole_of_two), folder).wait()
         print(f"seed {seed}; a run takes {seconds:.1f} s", flush=True)
-        ways = ["stop", "stop in a pipe to tee", "stop under nohup", "stop under torchrun"]
-        wrong = ["command line", "config file", "environment", "checkpoint", "metadata",
-                 "token file"]  # fmt: skip
-        for _ in range(kills):
-            tried["kill"] += 1
-            interrupt("kill", data, whole, seconds)
-        for n in range(stops):
-            tried[ways[n % 4]] += 1
-            interrupt(ways[n % 4], data, whole, seconds)
+        for kinds, number in ((KILLS, kills), (STOPS, stops)):
+            counted = Counter(kinds[n % len(kinds)] for n in range(number))
+            for kind, count in counted.items():
+                alone = whole_of_two if "torchrun" in kind else whole
+                while tried[kind] + failed[kind] < count:
+                    interrupt(kind, data, alone, seconds, min(8, count - tried[kind]))
         for n in range(fuzz):
-            tried[wrong[n % 6]] += 1
-            mislead(wrong[n % 6], data, whole)
-    for kind, count in tried.items():
-        print(f"{kind:24} tried {count:5}  failed {failed[kind]:5}")
-    sys.exit(bool(failed))
+            mislead(WRONG[n % len(WRONG)], data, whole)
 
 
 if __name__ == "__main__":
-    main()
+    began = time.monotonic()
+    try:
+        main()
+    except KeyboardInterrupt:
+        pass
+    for kind, count in tried.items():
+        print(f"{kind:34} tried {count:5}  failed {failed[kind]:5}")
+    print(f"seed {seed}, {time.monotonic() - began:.0f} s")
+    sys.exit(bool(failed))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 import pickle
+import shlex
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from steady import distributed
 from steady.distributed import Place
-from steady.folder import whole_file
+from steady.folder import last_set_aside, whole_file
 from steady.optim import AdamW, load_state
 from steady.tokenizer import check_meta
 
@@ -119,14 +120,14 @@ def load(path: Path, kinds: dict[str, type] = WEIGHTS_ONLY) -> dict[str, Any]:
 
 def what_else(path: Path) -> str:
     """Which other checkpoints there are to go on from, as the end of an error about `path`."""
+    before = last_set_aside(path.parent)
     uses = {
-        "ckpt.pt": "--ckpt=ckpt.pt",
-        "best.pt": "weights only: for sample.py and convert.py",
-        "previous/ckpt.pt": f"the run before: --out_dir={path.parent / 'previous'}",
+        path.parent / "ckpt.pt": "--ckpt=ckpt.pt",
+        path.parent / "best.pt": "weights only: for sample.py and convert.py",
+        before / "ckpt.pt": f"the run before: --out_dir={shlex.quote(str(before))}",
     }
     found = []
-    for name, use in uses.items():
-        other = path.parent / name
+    for other, use in uses.items():
         if other != path and other.exists():
             with contextlib.suppress(ValueError, OSError):
                 found.append(f"{other} (iteration {read(other).get('iter_num')}, {use})")

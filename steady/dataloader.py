@@ -47,7 +47,7 @@ def read_meta(folder: Path) -> dict[str, Any]:
         return {}
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not valid JSON: {error}") from None
-    check_meta(meta, str(path))
+    check_meta(meta, str(path), whole=True)
     return meta
 
 

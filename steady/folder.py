@@ -63,14 +63,29 @@ def claim(out_dir: Path) -> None:
 
 
 def set_aside(out_dir: Path) -> None:
-    """Move an earlier run's files to `out_dir/previous`, so that a new run cannot destroy them."""
+    """Move an earlier run's files to a new folder in `out_dir`: `previous`, or where that is there
+    already `previous-2` and so on. So no number of new runs destroys them."""
     found = [out_dir / name for name in FILES]
     found = [path for path in found if path.exists()]
     if found:
-        (out_dir / "previous").mkdir(exist_ok=True)
+        aside, n = out_dir / "previous", 1
+        while os.path.lexists(aside):
+            n += 1
+            aside = out_dir / f"previous-{n}"
+        aside.mkdir()
         for path in found:
-            os.replace(path, out_dir / "previous" / path.name)
-        print(f"note: moved an earlier run's files to {out_dir / 'previous'}")
+            os.replace(path, aside / path.name)
+        print(f"note: moved an earlier run's files to {aside}")
+
+
+def last_set_aside(out_dir: Path) -> Path:
+    """The folder that `set_aside` made last; `previous` if it has made none."""
+    found = {
+        int(match[1] or 1): path
+        for path in out_dir.glob("previous*")
+        if (match := re.fullmatch(r"previous(?:-(\d+))?", path.name))
+    }
+    return found[max(found)] if found else out_dir / "previous"
 
 
 @contextlib.contextmanager

@@ -26,6 +26,8 @@ class AdamW(torch.optim.AdamW):
     """torch's AdamW, on this process's shards where parameters are sharded (FSDP2): as plain
     tensors, since every DTensor costs the host time. Leaves out groups that are marked `muon`."""
 
+    skipped: Tensor | int = 0  # steps in a row, up to the last, whose gradients were not finite
+
     def _init_group(self, group: dict[str, Any], *lists: list[Tensor]) -> bool:
         if group.get("muon"):
             return False
@@ -228,16 +230,19 @@ class Gradients:
 
 def clip_in_step(optimizer: AdamW, limit: float) -> Tensor:
     """Have fused AdamW's next step scale the gradients down to a norm of `limit` (0: no limit) as
-    it reads them, and change nothing where they are not finite. Returns their norm (scalar)."""
+    it reads them, and change nothing where they are not finite, which `optimizer.skipped` counts.
+    Returns their norm (scalar)."""
     gradients = [parameter.grad for parameter in all_parameters(optimizer)]
     grad_norm = total_norm(gradients)
     divisor = (grad_norm / (limit or math.inf)).clamp(min=1.0)
+    found_inf = (~grad_norm.isfinite()).float()
+    optimizer.skipped = (optimizer.skipped + 1) * found_inf
     if grad_norm.device.type in IGNORE_SCALE:  # gradients that are not finite become zeros
         for gradient in gradients:
             gradient.div_(divisor).nan_to_num_(0.0, 0.0, 0.0)
     else:
         optimizer.grad_scale = divisor
-        optimizer.found_inf = (~grad_norm.isfinite()).float()
+        optimizer.found_inf = found_inf
     return grad_norm
 
 

@@ -16,6 +16,10 @@ from steady.memory import Split, StepShape
 
 from configurator import one_line_errors
 
+# Steps in a row whose gradients are not finite. float16's first steps are some: GradScaler begins
+# at 2^16 and halves. While nothing changes, a hundred different batches tell what the next will do.
+SKIPPED_LONG, SKIPPED_TOO_LONG = 20, 100
+
 
 class StopRequest:
     """`received` becomes true at the first signal; the run then finishes its step and saves.
@@ -51,23 +55,46 @@ class Rescue:
     """
 
     def __init__(
-        self, path: Path, state: Callable[[], dict[str, Any]], step: StepShape, split: Split
+        self,
+        path: Path,
+        state: Callable[[], dict[str, Any]],
+        step: StepShape,
+        split: Split,
+        say: Callable[[str], None],
     ):
-        self.path, self.state, self.step, self.split = path, state, step, split
-        self.whole, self.diverged = True, False
+        self.path, self.state, self.step, self.split, self.say = path, state, step, split, say
+        self.whole, self.diverged, self.skipped = True, False, 0.0
         sys.excepthook = self.end
 
-    def require_finite(self, losses: dict[str, float], iter_num: int) -> None:
+    def require_finite(
+        self, losses: dict[str, float], iter_num: int, skipped: float | None = None
+    ) -> None:
         """Raises ValueError for a loss that is NaN or infinite, before the run is saved over a good
-        checkpoint."""
+        checkpoint; and where the gradients have not been finite for so long that they never will.
+
+        skipped: steps in a row that changed nothing for that reason, None if not known.
+        """
+        remedy = "with a lower learning_rate, or with dtype=bfloat16"
         if not all(map(math.isfinite, losses.values())):
             self.diverged = True
             found = " and ".join(f"{name} {loss}" for name, loss in losses.items())
             raise ValueError(
                 f"{found} at iteration {iter_num}: not finite; checkpoints in {self.path.parent} "
-                "were not overwritten: go on from there with a lower learning_rate, or with "
-                "dtype=bfloat16"
+                f"were not overwritten: go on from there {remedy}"
             )
+        if skipped is None:
+            return
+        nothing = f"gradients of {skipped:.0f} steps in a row, up to iteration {iter_num}, were "
+        nothing += "not finite: these steps changed nothing"
+        if skipped >= SKIPPED_TOO_LONG:
+            self.diverged = True
+            kept = "nothing was saved yet: begin again"
+            if self.path.exists():
+                kept = f"{self.path} is kept: go on from there"
+            raise ValueError(f"{nothing}; {kept} {remedy}")
+        if skipped >= SKIPPED_LONG > self.skipped:
+            self.say(f"warning: {nothing}; the run ends if {SKIPPED_TOO_LONG} do")
+        self.skipped = skipped
 
     def end(self, kind: type[BaseException], error: BaseException, trace: Any) -> None:
         """An excepthook."""

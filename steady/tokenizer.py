@@ -265,12 +265,18 @@ def named(name: str) -> Tokenizer:
     return from_meta({"tokenizer": name})
 
 
-def check_meta(meta: Any, source: str) -> None:
-    """Raises ValueError that names `source` and the key if `meta` is not what meta.json may be."""
+def check_meta(meta: Any, source: str, whole: bool = False) -> None:
+    """Raises ValueError that names `source` and the key if `meta` is not what meta.json may be.
+
+    whole: where it describes a tokenizer, it must describe the tokens too, as prepare.py's do.
+    Else a misspelled key would be read as GPT-2's vocabulary, or 32 bits as 16.
+    """
     if not isinstance(meta, dict):
         raise ValueError(f"{source} must hold a JSON object, not a {type(meta).__name__}")
+    whole = whole and bool(meta.keys() & {"tokenizer", "alphabet", "json"})
+    needed = {"tokenizer", "vocab_size", "dtype"} if whole else set()
     for key, (words, holds) in META_VALUES.items():
-        asked = key in meta or key == NEEDED_KEY.get(meta.get("tokenizer"))
+        asked = key in meta or key in needed or key == NEEDED_KEY.get(meta.get("tokenizer"))
         if asked and not holds(meta.get(key)):
             found = reprlib.repr(meta[key]) if key in meta else "missing"
             raise ValueError(

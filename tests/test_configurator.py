@@ -4,7 +4,15 @@ import sys
 import pytest
 from conftest import ROOT
 
-from configurator import Setting, check_values, configure, describe, read_settings, resolve
+from configurator import (
+    Setting,
+    check_values,
+    configure,
+    describe,
+    one_line_errors,
+    read_settings,
+    resolve,
+)
 
 SCRIPT = '''"""A script."""
 # output
@@ -205,6 +213,33 @@ def test_a_file_that_cannot_be_written_is_one_line(start):
                     "--out=/dev/null/folder")  # fmt: skip
     assert process.stdout.read() == "error: [Errno 20] Not a directory: '/dev/null/folder/shards'\n"
     assert process.wait() == 1
+
+
+def test_a_value_of_thousands_of_characters_is_not_all_of_an_error(capsys):
+    one_line_errors(OSError, OSError(36, "File name too long", 5000 * "9"), None)
+    shown = capsys.readouterr().err
+    assert shown.startswith("error: [Errno 36] File name too long: '999") and len(shown) < 300
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ({"init_from": "resum"}, "unknown init_from='resum', did you mean --init_from=resume?"),
+        ({"init_from": "scrach"}, "unknown init_from='scrach', did you mean --init_from=scratch?"),
+        ({"learning_rate": 1e-5, "min_lr": 6e-5, "decay_lr": True},
+         "min_lr=6e-05 must be at most learning_rate=1e-05"),
+        ({"block_size": 0}, "block_size=0 must be at least 1 and at most 2147483647"),
+    ],
+)  # fmt: skip
+def test_values_that_cannot_be_meant_are_refused(values, expected, tmp_path, monkeypatch):
+    with pytest.raises(ValueError) as error:
+        check_values(values)
+    assert str(error.value) == expected
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "resum").mkdir()  # a model's folder may have any name
+    for accepted in ("resum", "resume", "gpt2", "HuggingFaceTB/SmolLM2-135M"):
+        check_values({"init_from": accepted})
+    check_values({"learning_rate": 1e-5, "min_lr": 6e-5, "decay_lr": False})
 
 
 def test_help_columns_line_up(settings):

@@ -230,12 +230,19 @@ BROKEN_META = [
     ('{"tokenizer": "char"}', '"alphabet" must be a text, no character twice, but is missing'),
     ('{"tokenizer": "char", "alphabet": ["a"]}', '"alphabet" must be a text'),
     ('{"tokenizer": "char", "alphabet": "aa"}', '"alphabet" must be a text, no character twice'),
-    ('{"tokenizer": "char", "alphabet": "ab", "vocab_size": 64}', '"alphabet" has 2 characters'),
+    ('{"tokenizer": "char", "alphabet": "ab", "vocab_size": 64, "dtype": "uint16"}',
+     '"alphabet" has 2 characters'),
+    ('{"tokenizer": "char", "alphabet": "ab", "vocab_siye": 2, "dtype": "uint16"}',
+     '"vocab_size" must be an integer from 1 to 2..32, but is missing'),
+    ('{"tokenizer": "byte", "vocab_size": 257, "dtipe": "uint32"}',
+     '"dtype" must be uint16 or uint32, but is missing'),
+    ('{"tokeniser": "char", "alphabet": "ab", "vocab_size": 2, "dtype": "uint16"}',
+     '"tokenizer" must be char, byte, gpt2 or hf, but is missing'),
     ('{"tokenizer": "hf"}', '"json" must be a tokenizer.json as text, but is missing'),
     ('{"end_of_text": "x"}', '"end_of_text" must be a token id or null'),
     ('{"unigram_entropy": "x"}', '"unigram_entropy" must be a number'),
     ('{"unigram_entropy": NaN}', '"unigram_entropy" must be a number, but is nan'),
-]
+]  # fmt: skip
 
 
 def test_f49_metadata_of_every_wrong_shape_is_one_line_that_names_file_and_key(tmp_path):

@@ -101,3 +101,9 @@ def test_earlier_run_is_moved_aside_not_overwritten(tmp_path, capsys):
     folder.set_aside(tmp_path)
     assert (tmp_path / "previous" / "ckpt.pt").read_text() == "old"
     assert "previous" in capsys.readouterr().out
+    for n in range(2, 12):  # starts by mistake
+        (tmp_path / "metrics.jsonl").write_text(f"run {n}")
+        folder.set_aside(tmp_path)
+        assert (tmp_path / f"previous-{n}" / "metrics.jsonl").read_text() == f"run {n}"
+    assert (tmp_path / "previous" / "ckpt.pt").read_text() == "old"
+    assert folder.last_set_aside(tmp_path) == tmp_path / "previous-11"

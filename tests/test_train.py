@@ -4,6 +4,7 @@ import json
 import os
 import pty
 import random
+import shlex
 import signal
 import subprocess
 import sys
@@ -211,6 +212,30 @@ def test_f19_one_infinite_gradient_is_skipped_and_training_goes_on(
     assert losses(tmp_path)[-1] < losses(tmp_path)[0]
     saved = checkpoint.load(tmp_path / "ckpt.pt")
     assert all(w.isfinite().all() for w in saved["model"].values())
+
+
+@pytest.mark.parametrize("log_interval", [1, 7])
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_f19_gradients_that_are_never_finite_are_told_once_and_end_the_run(
+    run, sums, tmp_path, monkeypatch, capsys, dtype, log_interval
+):
+    arguments = [f"--dtype={dtype}", f"--log_interval={log_interval}", "--max_iters=300"]
+    train(run, tmp_path, sums, *arguments, "--max_iters=4")
+    good = checkpoint.load(tmp_path / "ckpt.pt")["model"]
+    original = model_file.linear_cross_entropy
+
+    def explode(*arguments):
+        loss = original(*arguments)
+        if torch.is_grad_enabled():
+            loss.register_hook(lambda gradient: gradient * float("inf"))
+        return loss
+
+    monkeypatch.setattr(model_file, "linear_cross_entropy", explode)
+    with pytest.raises(ValueError, match="gradients of 10. steps in a row, .*ckpt.pt is kept: go"):
+        train(run, tmp_path, sums, *arguments, "--init_from=resume", "--eval_interval=20")
+    shown = capsys.readouterr().out
+    assert shown.count("warning") == shown.count(" steps in a row, up to iteration ") == 1
+    assert same_state(checkpoint.load(tmp_path / "ckpt.pt")["model"], good)
 
 
 # ---- stop and resume --------------------------------------------------------------------------
@@ -478,6 +503,12 @@ def test_a_full_disk_costs_metrics_but_not_the_run(run, sums, tmp_path, monkeypa
     assert "finished at iteration 10" in shown
     entries = read_metrics(tmp_path / "metrics.jsonl")
     assert entries[-1]["iter"] == 10 and len(entries) == len(calls) - 3 - 1
+
+
+def test_the_command_for_samples_can_be_copied(run, sums, tmp_path):
+    out = tmp_path / "a folder"
+    command = train(run, out, sums, "--max_iters=1").splitlines()[-1]
+    assert shlex.split(command) == ["python", "sample.py", f"--out_dir={out}"]
 
 
 def test_a_sample_from_weights_that_overflowed_ends_in_one_line(run, sums, tmp_path):
