@@ -32,7 +32,7 @@ except ImportError:
 
 if torch is not None:
     from steady.distributed import Place
-    from steady.hardware import choose_device
+    from steady.hardware import choose_device, dtype_reasons
 
     import torch._functorch.config as functorch_config
 
@@ -52,6 +52,7 @@ class Plan:
     obstacle: str | None  # why nothing is compiled, or None
     mode: str
     cuda_graphs: bool
+    by_block: bool = False  # each block on its own
 
     @property
     def compiled(self) -> bool:
@@ -69,7 +70,8 @@ def plan(compile: bool, mode: str, device: torch.device) -> Plan:
     cuda_graphs = not obstacle and mode in GRAPH_MODES and device.type == "cuda"
     if cuda_graphs:
         listen_for_skips()
-    return Plan(obstacle, mode, cuda_graphs)
+    # on a CPU the whole model takes four times as long to compile, for 5% of a step
+    return Plan(obstacle, mode, cuda_graphs, by_block=device.type == "cpu")
 
 
 def listen_for_skips() -> None:
@@ -102,18 +104,19 @@ def compile_model(
 ) -> torch.nn.Module:
     """What to run in place of `model`: its compiled form, or itself if the plan says so.
 
-    With `by_block` every block is compiled on its own, in place. That is for FSDP, which exchanges
-    weights between them. Another shape than the first is compiled apart (dynamic=False): code for
-    all shapes would be slow.
+    With `by_block`, or where the plan says so, every block is compiled on its own, in place. FSDP
+    needs that, as it exchanges weights between them. Another shape than the first is compiled apart
+    (dynamic=False): code for all shapes would be slow.
     """
     if not plan.compiled:
         return model
     # TORCHDYNAMO_SUPPRESS_ERRORS would run what cannot be compiled as it is, in silence.
     torch._dynamo.config.suppress_errors = False
-    if not by_block:
+    if not (by_block or plan.by_block):
         return torch.compile(model, mode=plan.mode, dynamic=False)
-    # Without activation checkpointing, recompute what costs next to nothing.
-    functorch_config.activation_memory_budget = 0.9 if checkpointing == "none" else 1.0
+    # On GPUs without activation checkpointing, recompute what costs next to nothing.
+    frugal = by_block and checkpointing == "none"
+    functorch_config.activation_memory_budget = 0.9 if frugal else 1.0
     for block in model.blocks:
         block.forward = torch.compile(block.forward, mode=plan.mode, dynamic=False)
     return model
@@ -155,6 +158,8 @@ def summary(device: torch.device, dtype: torch.dtype, plan: Plan, here: Place) -
     if device.type == "cuda" and dtype == torch.bfloat16:
         if not torch.cuda.is_bf16_supported(including_emulation=False):
             computed += " (slow: this GPU only emulates it; float16 is what it has)"
+    if dtype_reasons:
+        computed += f" ({dtype_reasons[-1]})"
     line = f"device {name}, dtype {computed}, {compiled}"
     return line if here.world_size == 1 else f"{line}\n{here.world_size} processes, {here.parallel}"
 

@@ -197,6 +197,21 @@ def test_f05_a_mode_that_cannot_help_here_is_said_at_the_start(monkeypatch):
     assert "without CUDA graphs on cpu" in shown
 
 
+def test_the_start_line_says_why_a_cpu_computes_in_bfloat16(monkeypatch):
+    plan = Plan("compile=False", "default", False)
+    assert "dtype float32, not" in environment.summary(CPU, torch.float32, plan, Place())
+    monkeypatch.setattr(environment, "dtype_reasons", ["products 4 times as fast"])
+    shown = environment.summary(CPU, torch.bfloat16, plan, Place())
+    assert "dtype bfloat16 (products 4 times as fast), not compiled" in shown
+
+
+def test_cpus_compile_block_by_block():
+    plan = environment.plan(True, "default", CPU)
+    model = GPT(GPTConfig(block_size=8, vocab_size=64, n_layer=2, n_head=2, n_embd=16))
+    assert plan.by_block and environment.compile_model(model, plan, False, "none") is model
+    assert all("forward" in vars(block) for block in model.blocks)
+
+
 def test_f05_f48_the_messages_that_docs_quote_are_torchs(monkeypatch):
     from torch._inductor import utils
 
