@@ -134,7 +134,7 @@ distributed.place_model(raw_model, here, device, dtype)
 # -----------------------------------------------------------------------------
 # optimizer
 gradients = optim.Gradients(raw_model, keep=plan.cuda_graphs, summed=here.sums_gradients)
-optimizer = optim.build_optimizer(raw_model, config, plan.compiled)
+optimizer = optim.build_optimizer(raw_model, config, plan.compiled, dtype)
 scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
 if start.optimizer is not None and not eval_only:
     checkpoint.load_optimizer(optimizer, scaler, start, ckpt_path)
