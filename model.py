@@ -9,6 +9,7 @@ Shapes: B batch, T tokens, C n_embd, H n_head, K n_kv_head, D head_dim, V vocab_
 
 import math
 from dataclasses import asdict, dataclass, fields
+from functools import partial
 from typing import Any
 
 from steady.generate import KVCache, LayerCache
@@ -175,9 +176,14 @@ class Attention(nn.Module):
             attention = torch.ops.aten._scaled_dot_product_cudnn_attention
             return attention(q, k, v, None, True, dropout, True)[0]
         gqa = self.n_kv_head != self.n_head
-        return F.scaled_dot_product_attention(
-            q, k, v, is_causal=True, dropout_p=dropout, enable_gqa=gqa
+        attention = partial(
+            F.scaled_dot_product_attention, is_causal=True, dropout_p=dropout, enable_gqa=gqa
         )
+        if q.device.type == "cpu" and q.dtype == torch.bfloat16 and q.shape[2] <= 512:
+            # in bfloat16 the CPU's kernel takes up to five times as long for contexts so short
+            with torch.autocast("cpu", enabled=False):
+                return attention(q.float(), k.float(), v.float()).type_as(v)
+        return attention(q, k, v)
 
 
 class MLP(nn.Module):

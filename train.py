@@ -99,7 +99,7 @@ ckpt_path, best_path = out_path / "ckpt.pt", out_path / "best.pt"
 if here.restarted and ckpt_path.exists():
     init_from = config["init_from"] = "resume"  # torchrun starts all anew after one has died
 device = hardware.choose_device(device, here.local_rank if here.world_size > 1 else None)
-dtype = hardware.choose_dtype(dtype, device)
+dtype = hardware.choose_dtype(dtype, device, n_embd if here.world_size == 1 else 0)
 hardware.require_cuda(device, memory_snapshot=memory_snapshot)
 plan = environment.plan(compile, compile_mode, device)
 distributed.check(here, gradient_accumulation_steps, dtype, plan.cuda_graphs)
@@ -135,7 +135,7 @@ distributed.move_to_device(raw_model, here, device, dtype)
 # -----------------------------------------------------------------------------
 # optimizer
 gradients = optim.Gradients(raw_model, keep=plan.cuda_graphs, summed=here.sums_gradients)
-optimizer = optim.build_optimizer(raw_model, config, plan.compiled)
+optimizer = optim.build_optimizer(raw_model, config, plan.compiled, dtype)
 scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
 if start.optimizer is not None and not eval_only:
     checkpoint.load_optimizer(optimizer, scaler, start, ckpt_path)

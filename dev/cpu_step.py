@@ -2,11 +2,13 @@
 
     python dev/cpu_step.py
 
-Both train as `config/train_shakespeare_char_cpu.py` says, eager and in float32; the plain one has
-LayerNorm, learned positions, one product for queries, keys and values, GELU, and the AdamW that
-nanoGPT uses on a CPU. Rounds of every variant alternate; the figures are medians.
+Both train as `config/train_shakespeare_char_cpu.py` says, eager, ours in the dtype that train.py
+chooses; the plain one is in float32 and has LayerNorm, learned positions, one product for queries,
+keys and values, GELU, and the AdamW that nanoGPT uses on a CPU. Rounds of every variant alternate;
+the figures are medians.
 """
 
+import contextlib
 import statistics
 import sys
 import time
@@ -69,8 +71,14 @@ def count(model: nn.Module) -> int:
     return sum(p.numel() for p in model.parameters())
 
 
-def step(model: nn.Module, optimizer: torch.optim.Optimizer, ours: bool) -> None:
-    loss = model(*torch.randint(VOCAB, (2, BATCH, BLOCK)))
+def step(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    ours: bool,
+    autocast: contextlib.AbstractContextManager = contextlib.nullcontext(),  # noqa: B008
+) -> None:
+    with autocast:
+        loss = model(*torch.randint(VOCAB, (2, BATCH, BLOCK)))
     loss.backward()
     if ours:
         clip_in_step(optimizer, config["grad_clip"])
@@ -81,11 +89,14 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, ours: bool) -> None
     loss.item()
 
 
+CPU = torch.device("cpu")
+
+
 def set_up(onednn: bool) -> bool:
     """As train.py does on a CPU, or as torch is at first; returns whether oneDNN multiplies."""
     torch.set_float32_matmul_precision("highest")
     torch.backends.cuda.enable_flash_sdp(True)
-    return onednn and hardware.use_onednn(torch.device("cpu"), torch.float32, WIDTH, BLOCK)
+    return onednn and hardware.use_onednn(CPU, torch.float32, WIDTH, BLOCK)
 
 
 hardware.keep_freed_memory()
@@ -102,6 +113,10 @@ variants = {
 }
 if set_up(onednn=True):
     variants["ours, without oneDNN"] = (ours, fused[0], True)
+dtype = hardware.choose_dtype("auto", CPU, WIDTH)
+if dtype != torch.float32:
+    variants["ours, float32"] = variants["ours"]
+    variants["ours"] = (ours, fused[0], True, hardware.autocast(CPU, dtype))
 times: dict[str, list[float]] = {name: [] for name in variants}
 for _ in range(ROUNDS):
     for name, arguments in variants.items():

@@ -42,11 +42,15 @@ class Muon(AdamW):
 
     What is kept of a matrix, its momentum and the mean square of its rows, is a part of one tensor
     for all matrices of a shape: `stacks` has these tensors, with the matrices' parameters.
+    Orthogonalised is in bfloat16 on a GPU, and on a CPU where the model is `bfloat16` as well.
     """
 
     @torch.no_grad()
-    def __init__(self, groups: list[dict[str, Any]], compiled: bool, **settings: Any):
+    def __init__(
+        self, groups: list[dict[str, Any]], compiled: bool, bfloat16: bool = False, **settings: Any
+    ):
         super().__init__(groups, **settings)
+        self.bfloat16 = bfloat16
         self.add_momentum, self.scale_rows = muon.add_momentum, muon.scale_rows
         if compiled and self.muon_group["params"][0].is_cuda:  # a third of the memory traffic
             self.add_momentum = compiled_if_possible(muon.add_momentum)
@@ -85,6 +89,8 @@ class Muon(AdamW):
             gradient = torch.stack(local_shards([p.grad for p in parameters]))
             update = self.add_momentum(gradient, buffer, divisor, usable, momentum)
             del gradient
+            if self.bfloat16:
+                update = update.bfloat16()
             whole_rows = parameters[0].shape[0] if is_sharded(parameters[0]) else None
             update = muon.orthogonalise_together(update, whole_rows)
             change = self.scale_rows(update, mean_square, usable, lr)
@@ -118,11 +124,16 @@ def stackable(parameters: list[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
         yield from (alike[i : i + n] for i in range(0, len(alike), n))
 
 
-def build_optimizer(model: nn.Module, config: dict[str, Any], compiled: bool = False) -> AdamW:
+def build_optimizer(
+    model: nn.Module,
+    config: dict[str, Any],
+    compiled: bool = False,
+    dtype: torch.dtype = torch.float32,
+) -> AdamW:
     """AdamW, or Muon for the blocks' matrices and AdamW for the rest, as `config` (train.py's
     settings) says. Matrices and embeddings decay, norm weights do not.
 
-    compiled: whether Muon's elementwise work is compiled.
+    compiled: whether Muon's elementwise work is compiled; dtype: what the model computes in.
 
     The state is allocated now and not at the first step, so that what memory is left is known
     before it.
@@ -140,7 +151,7 @@ def build_optimizer(model: nn.Module, config: dict[str, Any], compiled: bool = F
     if matrices:
         inner = {"params": [named[name] for name in matrices], "muon": True}
         groups.insert(0, inner | {"weight_decay": config["weight_decay"]})
-        optimizer = Muon(groups, compiled, **rates, fused=True)
+        optimizer = Muon(groups, compiled, dtype == torch.bfloat16, **rates, fused=True)
     else:
         optimizer = AdamW(groups, **rates, fused=True)
     for parameter in others:

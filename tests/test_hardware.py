@@ -30,6 +30,33 @@ def test_device_and_dtype_are_chosen_and_can_be_overridden(monkeypatch):
         assert hardware.choose_dtype("auto", gpu) == expected
 
 
+@pytest.mark.parametrize(
+    ("flags", "width", "times", "dtype"),
+    [
+        ("avx512f amx_bf16", 128, (3.5, 0.9), "bfloat16"),
+        ("avx512f amx_bf16", 64, (3.5, 0.9), "float32"),  # too narrow to gain
+        ("avx512f amx_bf16", 128, (3.5, 2.0), "float32"),  # the units are there, but not used
+        ("avx512f avx512_bf16", 128, (3.5, 0.9), "float32"),  # not measured
+        (None, 128, (3.5, 0.9), "float32"),  # not Linux
+    ],
+)
+def test_cpus_compute_in_bfloat16_where_that_is_found_to_be_fast(
+    monkeypatch, tmp_path, flags, width, times, dtype
+):
+    clock = [0.0]
+
+    def mm(a, b):
+        clock[0] += times[a.dtype == torch.bfloat16] / 1e3
+
+    if flags:
+        (tmp_path / "cpuinfo").write_text(f"flags\t: {flags}\n", encoding="utf-8")
+    monkeypatch.setattr(torch, "mm", mm)
+    monkeypatch.setattr(hardware.time, "thread_time", lambda: clock[0])
+    threads = torch.get_num_threads()
+    assert hardware.fastest_on_cpu(width, tmp_path / "cpuinfo") == dtype
+    assert torch.get_num_threads() == threads
+
+
 def test_f20_mfu_only_where_the_peak_is_known(monkeypatch):
     gpu = types.SimpleNamespace(type="cuda")
     for name, expected in (

@@ -101,6 +101,23 @@ def test_gqa_equals_attention_with_repeated_heads():
     torch.testing.assert_close(grouped(tokens), full(tokens))
 
 
+@pytest.mark.parametrize(("length", "dtype"), [(16, torch.float32), (520, torch.bfloat16)])
+def test_short_contexts_on_a_cpu_attend_in_float32(monkeypatch, length, dtype):
+    """Whose kernel takes up to five times as long in bfloat16."""
+    attention, seen = F.scaled_dot_product_attention, []
+
+    def keep(q, k, v, **settings):
+        seen.append(attention(q, k, v, **settings))  # of the dtype that autocast chooses
+        return seen[-1]
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", keep)
+    model = tiny(block_size=length, n_kv_head=2)
+    tokens = tokens_for(model, rows=1)
+    with torch.autocast("cpu", torch.bfloat16):
+        model(tokens, tokens).backward()
+    assert seen and all(y.dtype == dtype for y in seen)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("weight_dtype", [None, torch.float32])
 def test_rms_norm_rounds_only_its_result(dtype, weight_dtype):

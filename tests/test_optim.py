@@ -186,6 +186,28 @@ def test_orthogonal_matrices_have_the_directions_of_the_svd(shape):
     assert torch.linalg.matrix_norm(found - u @ v, 2).max() < 0.2
 
 
+def test_muon_multiplies_in_bfloat16_on_a_cpu_where_the_model_does(monkeypatch):
+    orthogonalise, seen, moved = muon.orthogonalise, [], []
+
+    def keep(matrices):
+        seen.append(matrices.dtype)
+        return orthogonalise(matrices)
+
+    monkeypatch.setattr(muon, "orthogonalise", keep)
+    for dtype in (torch.float32, torch.bfloat16):
+        model = tiny()
+        settings = CONFIG | {"optimizer": "muon", "weight_decay": 0.0, "beta1": 0.9, "beta2": 0.95}
+        optimizer = build_optimizer(model, settings, dtype=dtype)
+        weight = model.blocks[0].mlp.up_proj.weight
+        before = weight.detach().clone()
+        take_step(model, optimizer)
+        assert set(seen) == {dtype}
+        seen.clear()
+        moved.append(weight.detach() - before)
+    error = ((moved[0] - moved[1]).norm() / moved[0].norm()).item()
+    assert 0 < error < 0.15, error  # directions of the smallest singular values
+
+
 def test_muons_updates_have_the_size_of_adamws():
     model = tiny(n_layer=1, n_embd=64, n_head=1)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
