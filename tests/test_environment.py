@@ -199,6 +199,23 @@ def test_f05_a_mode_that_cannot_help_here_is_said_at_the_start(monkeypatch):
     assert "without CUDA graphs on cpu" in shown
 
 
+def test_f05_f48_the_messages_that_docs_quote_are_torchs(monkeypatch):
+    from torch._inductor import utils
+
+    said = []
+    small = SimpleNamespace(major=8, minor=6, multi_processor_count=30)
+    monkeypatch.setattr(utils.DeviceProperties, "create", lambda device: small)
+    monkeypatch.setattr(utils.log, "warning", lambda text, **more: said.append(text))
+    assert not utils.is_big_gpu.__wrapped__(torch.device("cuda"))
+    assert said == ["Not enough SMs to use max_autotune_gemm mode"]
+
+    def broken(graph, inputs):
+        raise OSError("no compiler")
+
+    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match="backend='broken' raised:"):
+        torch.compile(lambda x: x + 1, backend=broken)(torch.ones(1))
+
+
 # ---- F03, F04: what is compiled, and how often ------------------------------------------------
 
 
