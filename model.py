@@ -8,8 +8,8 @@ Shapes: B batch, T tokens, C n_embd, H n_head, K n_kv_head, D head_dim, V vocab_
 """
 
 import math
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, fields
-from functools import partial
 from typing import Any
 
 from steady.generate import KVCache, LayerCache
@@ -175,15 +175,14 @@ class Attention(nn.Module):
             # the context manager sdpa_kernel asks for.
             attention = torch.ops.aten._scaled_dot_product_cudnn_attention
             return attention(q, k, v, None, True, dropout, True)[0]
-        gqa = self.n_kv_head != self.n_head
-        attention = partial(
-            F.scaled_dot_product_attention, is_causal=True, dropout_p=dropout, enable_gqa=gqa
-        )
         if q.device.type == "cpu" and q.dtype == torch.bfloat16 and q.shape[2] <= 512:
             # in bfloat16 the CPU's kernel takes up to five times as long for contexts so short
             with torch.autocast("cpu", enabled=False):
-                return attention(q.float(), k.float(), v.float()).type_as(v)
-        return attention(q, k, v)
+                return self.attend(q.float(), k.float(), v.float()).type_as(v)
+        gqa = self.n_kv_head != self.n_head
+        return F.scaled_dot_product_attention(
+            q, k, v, is_causal=True, dropout_p=dropout, enable_gqa=gqa
+        )
 
 
 class MLP(nn.Module):
@@ -219,14 +218,16 @@ class GPT(nn.Module):
     def __init__(self, config: GPTConfig):
         super().__init__()
         self.config = config
-        self.token_embedding = nn.Embedding(config.vocab_size, config.n_embd)
+        embedding = torch.empty(config.vocab_size, config.n_embd)
+        self.token_embedding = nn.Embedding.from_pretrained(embedding, freeze=False)
         self.dropout = nn.Dropout(config.dropout)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layer))
         self.final_norm = RMSNorm(config.n_embd, config.norm_eps)
         self.lm_head = Linear(config.n_embd, config.vocab_size)
         if config.tied_embeddings:
             self.lm_head.weight = self.token_embedding.weight
-        self.apply(self.init_weights)
+        if not embedding.is_meta:  # there is nothing to draw then
+            self.init_weights()
         for name in ("rope_cos", "rope_sin"):
             self.register_buffer(name, torch.empty(0), persistent=False)
         self.compute_rope_tables()
@@ -244,13 +245,20 @@ class GPT(nn.Module):
         self.compute_rope_tables()
         return self
 
-    def init_weights(self, module: nn.Module) -> None:
-        """Normal with standard deviation 0.02, as GPT-2."""
-        if isinstance(module, nn.Linear | nn.Embedding):
-            nn.init.normal_(module.weight, std=0.02)
-        if isinstance(module, Block):  # the two that write to the residual stream start smaller
-            for projection in (module.attention.o_proj, module.mlp.down_proj):
-                nn.init.normal_(projection.weight, std=0.02 / math.sqrt(2 * self.config.n_layer))
+    def init_weights(self) -> None:
+        """Normal with standard deviation 0.02, as GPT-2; what writes to the residual stream starts
+        smaller. Each matrix has a generator of its own, so that several are drawn at a time."""
+
+        def draw(name: str, weight: Tensor, seed: int) -> None:
+            into_residual = name.endswith(("o_proj.weight", "down_proj.weight"))
+            std = 0.02 / math.sqrt(2 * self.config.n_layer) if into_residual else 0.02
+            generator = torch.Generator(weight.device).manual_seed(seed)
+            nn.init.normal_(weight, std=std, generator=generator)
+
+        matrices = {name: p for name, p in self.named_parameters() if p.dim() == 2}
+        seeds = torch.randint(2**63 - 1, (len(matrices),), device="cpu").tolist()
+        with ThreadPoolExecutor() as pool:
+            list(pool.map(draw, matrices.keys(), matrices.values(), seeds))
 
     def forward(
         self, tokens: Tensor, targets: Tensor | None = None, cache: KVCache | None = None

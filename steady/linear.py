@@ -22,6 +22,9 @@ class Linear(nn.Linear):
     def __init__(self, in_features: int, out_features: int):
         super().__init__(in_features, out_features, bias=False)
 
+    def reset_parameters(self) -> None:
+        """Nothing: GPT.init_weights draws them, and drawing twice takes seconds."""
+
     def forward(self, x: Tensor) -> Tensor:
         return linear(x, self.weight)
 

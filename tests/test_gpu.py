@@ -14,7 +14,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
-from steady import environment, hardware, recompute
+from steady import distributed, environment, hardware, recompute
 from steady.generate import generate
 from steady.linear import linear
 from steady.loss import linear_cross_entropy
@@ -663,11 +663,11 @@ def several(request, data, tmp_path_factory):
 
     wanted = selected(request, "cell")
     slowest_first = [cell for cell in SEVERAL[::-1] if cell in wanted]
-    # a pair of GPUs is not shared: exchanges would wait for turns
+    # two cells share a pair: while one is compiled, the other exchanges
     numbers = map(str, range(torch.cuda.device_count()))
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(numbers)).split(",")
     pairs = queue.SimpleQueue()
-    for pair in zip(visible[::2], visible[1::2], strict=False):
+    for pair in 2 * list(zip(visible[::2], visible[1::2], strict=False)):
         pairs.put(",".join(pair))
     with ThreadPoolExecutor(pairs.qsize()) as pool:
         return dict(zip(slowest_first, pool.map(run, slowest_first), strict=True))
@@ -717,6 +717,18 @@ def test_fsdp_never_holds_a_whole_model_on_a_gpu(tmp_path):
         )  # fmt: skip
         shares.append(float(re.search(r"share ([\d.]+)", done.stdout).group(1)))
     assert shares[0] < 0.75 < 1.0 <= shares[1], shares
+
+
+@two_gpus
+def test_fsdp_exchanges_several_blocks_at_once_and_draws_samples_in_between(data, tmp_path):
+    """Sampling gathers weights without a backward pass that would let go of them again."""
+    assert distributed.blocks_per_exchange(8, 10**6) == 2
+    whole = train(data, tmp_path / "whole", "--n_layer=8")
+    parts = train(data, tmp_path / "parts", "--n_layer=8", "--parallel=fsdp",
+                  "--sample_interval=3", processes=2)  # fmt: skip
+    assert parts["shown"].count("sample:") == 10
+    assert len(parts["losses"]) == 30
+    assert max(map(abs_difference, parts["losses"], whole["losses"])) < TOLERANCE
 
 
 @two_gpus
