@@ -292,7 +292,7 @@ class GPT(nn.Module):
         self, x: Tensor, rope: tuple[Tensor, Tensor], cache: KVCache | None = None
     ) -> Tensor:
         for i, block in enumerate(self.blocks):
-            x = block(x, rope, cache and cache.layers[i])
+            x = block(x, rope, cache and cache.layer(i))
         return x
 
     def head(self, x: Tensor, targets: Tensor | None) -> Tensor:

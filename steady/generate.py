@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from steady import hardware
 from steady.linear import compute_dtype
@@ -45,35 +45,44 @@ class KVCache:
         self.position = torch.zeros((), device=device, dtype=torch.int64)  # tokens held
         self.slots = torch.arange(length, device=device)
         self.heads_per_key = config.n_head // config.n_kv_head
-        self.layers = [LayerCache(self, shape, dtype) for _ in range(config.n_layer)]
+        self.keys = [torch.zeros(shape, device=device, dtype=dtype) for _ in range(config.n_layer)]
+        self.values = [torch.zeros_like(keys) for keys in self.keys]
 
     def advance(self, T: int) -> Tensor:
         """Make room for T more tokens; returns their positions (T,)."""
         self.positions = self.position + self.slots[:T]
         visible = self.slots <= self.positions[:, None]  # (T, S)
-        mask = torch.where(visible, 0.0, -math.inf).to(self.layers[0].keys.dtype)
+        mask = torch.where(visible, 0.0, -math.inf).to(self.keys[0].dtype)
         self.mask = mask.repeat(self.heads_per_key, 1)  # a row for each query head of a key head
         self.position += T
         return self.positions
 
+    def layer(self, i: int) -> LayerCache:
+        """Layer i's part, for the tokens that `advance` made room for. (It does not refer to the
+        whole, which would then wait for the garbage collector, and all of this memory with it.)"""
+        return LayerCache(
+            self.keys[i], self.values[i], self.positions, self.mask, self.heads_per_key
+        )
 
-class LayerCache:
+
+class LayerCache(NamedTuple):
     """One layer's keys and values (B, K, S, D)."""
 
-    def __init__(self, whole: KVCache, shape: tuple[int, ...], dtype: torch.dtype):
-        self.whole = whole
-        self.keys = torch.zeros(shape, device=whole.position.device, dtype=dtype)
-        self.values = torch.zeros_like(self.keys)
+    keys: Tensor
+    values: Tensor
+    positions: Tensor  # (T,)
+    mask: Tensor  # (H / K * T, S)
+    heads_per_key: int
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Store keys and values (B, K, T, D) of the new tokens, then let their queries (B, H, T, D)
         attend to all that is held. Returns (B, H, T, D)."""
         B, H, T, D = q.shape
-        keys = self.keys.index_copy_(2, self.whole.positions, k)
-        values = self.values.index_copy_(2, self.whole.positions, v)
+        keys = self.keys.index_copy_(2, self.positions, k)
+        values = self.values.index_copy_(2, self.positions, v)
         # the query heads that share a key head become rows of one product
-        rows = q.reshape(B, k.shape[1], self.whole.heads_per_key * T, D)
-        y = F.scaled_dot_product_attention(rows, keys, values, attn_mask=self.whole.mask)
+        rows = q.reshape(B, k.shape[1], self.heads_per_key * T, D)
+        y = F.scaled_dot_product_attention(rows, keys, values, attn_mask=self.mask)
         return y.reshape(B, H, T, D)
 
 

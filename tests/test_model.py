@@ -1,6 +1,9 @@
+import gc
 import math
+import weakref
 
 from steady import environment
+from steady import generate as generation
 from steady.generate import KVCache, draw, generate
 from steady.recompute import use_activation_checkpointing
 
@@ -274,6 +277,26 @@ def test_f41_cache_takes_several_tokens_at_a_time():
         for part in tokens.split((3, 6, 7), dim=1):
             logits = model(part, cache=cache)
         torch.testing.assert_close(logits[:, 0], model(tokens)[:, -1])
+
+
+def test_f07_a_samples_cache_is_freed_when_it_is_drawn(monkeypatch):
+    """Not when the garbage collector comes by: until then its memory would be missing."""
+    caches = []
+
+    class Watched(KVCache):
+        def __init__(self, *arguments):
+            super().__init__(*arguments)
+            caches.append(weakref.ref(self))
+            caches.extend(map(weakref.ref, self.keys))
+
+    monkeypatch.setattr(generation, "KVCache", Watched)
+    model = tiny()
+    gc.disable()
+    try:
+        generate(model, tokens_for(model, length=3), 5)
+        assert len(caches) == 3 and not any(cache() is not None for cache in caches)
+    finally:
+        gc.enable()
 
 
 @torch.no_grad()
