@@ -113,7 +113,7 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class _Rotation(torch.autograd.Function):
-    """Backward turns gradients back; what torch derives for it is twice as slow on a GPU."""
+    """Backward rotates by the opposite angle; what autograd derives is twice as slow on a GPU."""
 
     @staticmethod
     def forward(ctx, x, cos, sin):
@@ -159,7 +159,7 @@ class Attention(nn.Module):
             qk = torch.cat((self.q_proj(x), self.k_proj(x)), dim=-1)
         qk = qk.view(B, T, self.n_head + self.n_kv_head, self.head_dim)
         q, k = qk.split((self.n_head, self.n_kv_head), dim=2)  # (B, T, H or K, D)
-        # values apart: as part of that product they would keep all of it in memory for backward
+        # values apart: as a view of that product they would keep all of it until backward
         v = self.v_proj(x).view(B, T, self.n_kv_head, self.head_dim)
         if self.qk_norm:
             q, k = self.q_norm(q), self.k_norm(k)
@@ -226,7 +226,7 @@ class GPT(nn.Module):
         self.lm_head = Linear(config.n_embd, config.vocab_size)
         if config.tied_embeddings:
             self.lm_head.weight = self.token_embedding.weight
-        if not embedding.is_meta:  # there is nothing to draw then
+        if not embedding.is_meta:  # which has no values
             self.init_weights()
         for name in ("rope_cos", "rope_sin"):
             self.register_buffer(name, torch.empty(0), persistent=False)
@@ -240,13 +240,13 @@ class GPT(nn.Module):
         self.rope_cos, self.rope_sin = rope_tables(positions, config.head_dim, config.rope_theta)
 
     def _apply(self, function, recurse=True):
-        """What `.to()` and `.cuda()` call: the tables go along, but stay in float32."""
+        """What `.to()` and `.cuda()` call; computes the tables anew: bfloat16 would round them."""
         super()._apply(function, recurse)
         self.compute_rope_tables()
         return self
 
     def init_weights(self) -> None:
-        """Normal with standard deviation 0.02, as GPT-2; what writes to the residual stream starts
+        """Normal with standard deviation 0.02, as GPT-2; what adds to the residual stream starts
         smaller. Each matrix has a generator of its own, so that several are drawn at a time."""
 
         def draw(name: str, weight: Tensor, seed: int) -> None:
@@ -279,7 +279,7 @@ class GPT(nn.Module):
         x = self.run_blocks(self.embed(tokens), rope, cache)
         return self.head(x if cache is None else x[:, -1:], targets)
 
-    # Three parts, because compile_model in steady/environment.py compiles each on its own.
+    # Three parts, because compile_model in steady/environment.py may compile each on its own.
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Tokens (B, T) to the residual stream (B, T, C)."""

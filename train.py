@@ -24,7 +24,7 @@ from steady.runlog import RunLog
 from steady.stop import Rescue, StopRequest, how_to_go_on
 from steady.tokenizer import from_meta
 
-import torch
+import torch  # after steady, which sets the allocator's variable
 
 import convert
 from configurator import configure, without_auto
@@ -65,8 +65,8 @@ optimizer = "adamw"  # adamw, or muon for the blocks' matrices: learns faster
 learning_rate = 6e-4  # peak learning rate
 max_iters = 600000  # iterations to train for
 weight_decay = 1e-1  # of matrices and embeddings
-beta1 = 0.9  # AdamW: memory of the gradient's mean
-beta2 = 0.95  # AdamW: memory of its square
+beta1 = 0.9  # AdamW: decay of the gradient's running mean
+beta2 = 0.95  # AdamW: decay of its square's running mean
 grad_clip = 1.0  # largest gradient norm; 0.0: no clipping
 # learning-rate schedule
 lr_schedule = "cosine"  # cosine, or wsd: warm-up, stable, decay
@@ -88,7 +88,7 @@ memory_snapshot = False  # write out_dir/memory.pickle, the GPU memory's history
 
 config = configure(globals())
 auto_batch = batch_size == "auto"
-if auto_batch:  # as many as fit, in the global batch that there would be without this flag
+if auto_batch:  # as many as fit, in the global batch that there is without this flag
     batch_size = config["batch_size"] = without_auto(__file__, "batch_size")
 
 # -----------------------------------------------------------------------------
@@ -123,10 +123,9 @@ model_config = GPTConfig(**start.model_config)
 config |= {key: value for key, value in start.model_config.items() if key in config}
 train_file, val_file = data.open(block_size, model_config.vocab_size)
 
-# raw_model is never compiled or wrapped: it is what is saved, sampled and counted
 memory.require_room(model_config, dtype, plan, here, device)
 hardware.prepare(device, dtype, model_config.n_embd, block_size)
-raw_model = GPT(model_config)
+raw_model = GPT(model_config)  # what is saved, sampled and counted, however it is compiled below
 if start.weights is not None:
     checkpoint.load_weights(raw_model, start.weights, ckpt_path)
 raw_model.use_cudnn_attention(hardware.cudnn_attention(device, dtype, model_config.head_dim))
@@ -146,7 +145,7 @@ pretrained_dtype = start.pretrained_dtype
 sequences_per_iter = batch_size * gradient_accumulation_steps
 sequences_per_process = sequences_per_iter // here.world_size
 eval_sequences = eval_iters * batch_size
-# no sequence is drawn twice, even if the global batch was another before a resume
+# where to go on in the data, even if the global batch was another before a resume
 data_offset = start.sequences - iter_num * sequences_per_iter
 del start  # the checkpoint's tensors
 
@@ -190,7 +189,7 @@ def try_step(size: int, checkpointing: str) -> torch.nn.Module:
     recompute.use_activation_checkpointing(raw_model, checkpointing)
     model = environment.compile_model(raw_model, plan, here.shards_model, checkpointing)
     tokens = torch.zeros(size, block_size, dtype=torch.int64, device=device)
-    targets = torch.zeros_like(tokens)  # not `tokens` itself, for which other code is compiled
+    targets = torch.zeros_like(tokens)  # for the same tensor twice other code would be compiled
     # A CUDA graph's first run warms up, the second records, the third replays.
     runs = 3 if plan.cuda_graphs else min(2, sequences_per_process // size)
     try:
@@ -253,7 +252,7 @@ micro_batches = loader.micro_batches(iter_num)
 tokens, targets = next(micro_batches)
 loss = torch.zeros((), device=device)  # our own tensor: a CUDA graph's output would be overwritten
 stopping, saved_iter = False, None
-rescue = Rescue(ckpt_path, training_state, step_shape, fit.split, log.line)  # errors save first
+rescue = Rescue(ckpt_path, training_state, step_shape, fit.split, log.line)  # saves at an error
 while True:
     # ---- learning rate ------------------------------------------------------
     lr = optim.set_schedule(optimizer, iter_num, config)
@@ -275,7 +274,7 @@ while True:
         if (better or always_save_checkpoint) and iter_num > 0:
             saved_iter = iter_num if try_save(ckpt_path, training_state()) else None
         log.restart_clock(iter_num)  # evaluation is not training time
-    if sample_interval and iter_num % sample_interval == 0 and iter_num > 0:
+    if sample_interval and iter_num % sample_interval == 0 and iter_num > 0 and not stopping:
         with autocast:
             text = sample_while_training(raw_model, val_file.beginning(8), tokenizer, seed)
         log.line(f"iter {iter_num:6d} | sample: {text!r}")
@@ -295,7 +294,7 @@ while True:
     scaler.unscale_(optimizer)
     grad_norm = optim.clip_in_step(optimizer, grad_clip)
     log_due = iter_num % log_interval == 0 or iter_num + 1 == max_iters
-    if log_due:  # copied now, so that reading it does not wait for the optimizer
+    if log_due:  # copied now, so that reading waits for backward, but not for the optimizer
         distributed.all_reduce_sum(loss)
         read_numbers = hardware.read_later(loss, grad_norm, optimizer.skipped)
     rescue.whole = False  # until iter_num is raised, weights and iteration do not fit together
@@ -319,7 +318,7 @@ saved = eval_only or saved_iter == iter_num or try_save(ckpt_path, training_stat
 log.close()
 distributed.stop()
 if not saved:
-    raise SystemExit(f"error: the last checkpoint at iteration {iter_num} was not saved")
+    raise SystemExit(f"error: could not save the checkpoint of iteration {iter_num}")
 if not here.master:
     distributed.leave()
 if stopping:

@@ -1,4 +1,4 @@
-"""GPT-2 (124M) shape with Muon: learns fastest in runs of minutes to an hour on one GPU.
+"""GPT-2 (124M) shape with Muon: learns fastest; measured for 360 iterations on one GPU.
 
     python data/fineweb_edu/prepare.py --num_proc=8 --max_tokens=1000000000
     python train.py config/train_gpt2_muon.py
@@ -17,7 +17,6 @@ n_head = 6
 qk_norm = True
 
 batch_size = 32
-block_size = 1024
 gradient_accumulation_steps = 1
 
 optimizer = "muon"

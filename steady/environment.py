@@ -44,15 +44,13 @@ if torch is not None:
         functorch_config.autograd_cache_allow_custom_autograd_functions = True
 
 GRAPH_MODES = ("reduce-overhead", "max-autotune")  # compile modes that record CUDA graphs
-PARTS = (
-    12  # that the blocks are compiled in: fewer take longer to compile, more cost time each step
-)
+MAX_PARTS = 12  # of the stack of blocks: fewer take longer to compile, more take longer to run
 MIN_AUTOTUNE_PROCESSORS = 68  # multiprocessors below which torch does not autotune products
 
 
 @dataclass
 class Plan:
-    """What a run will use of torch.compile; one object, for whoever needs to know."""
+    """What a run will use of torch.compile."""
 
     obstacle: str | None  # why nothing is compiled, or None
     mode: str
@@ -68,7 +66,7 @@ class Plan:
 
 
 def plan(compile: bool, mode: str, device: torch.device) -> Plan:
-    """What can be had of what is asked for."""
+    """Which parts of torch.compile this run can use."""
     unwritable = provide_cache_folder()  # without one, torch does not even train uncompiled
     obstacle = (unwritable or compile_obstacle(device)) if compile else "compile=False"
     cuda_graphs = not obstacle and mode in GRAPH_MODES and device.type == "cuda"
@@ -107,15 +105,19 @@ def compile_model(
 ) -> torch.nn.Module:
     """What to run in place of `model`: its compiled form, or itself if the plan says so.
 
-    Blocks are alike, so that code for a few serves all of them, and a deep model starts as soon as
-    a shallow one; what comes before and after them is compiled apart. For CUDA graphs, of which
-    each takes time to launch, the model is one piece. A model that FSDP has divided (`sharded`)
-    exchanges weights around blocks: they are compiled one by one, and nothing else.
+    Blocks are alike, so code for a few of them serves all, and starting takes little longer for a
+    deep model. These parts, and what comes before and after the blocks, are replaced by their
+    compiled forms in `model` itself. With CUDA graphs the model is one piece, since each graph
+    costs a launch. Of a model that FSDP has divided (`sharded`) the blocks alone are compiled, one
+    by one, since weights are exchanged around them.
 
-    Another shape than the first is compiled apart (dynamic=False): code for all shapes would be
-    slow.
+    Every new shape is compiled anew (dynamic=False): code for all shapes is slow.
     """
-    for name in ("embed", "run_blocks", "head"):  # of an earlier call
+    for name in (
+        "embed",
+        "run_blocks",
+        "head",
+    ):  # undo an earlier call
         model.__dict__.pop(name, None)
     if not plan.compiled:
         return model
@@ -131,12 +133,12 @@ def compile_model(
     if plan.cuda_graphs:
         return compiled(model)
     model.embed, model.head = compiled(model.embed), compiled(model.head)
-    blocks, together = list(model.blocks), math.ceil(len(model.blocks) / PARTS)
+    blocks, together = list(model.blocks), math.ceil(len(model.blocks) / MAX_PARTS)
     parts = [blocks[i : i + together] for i in range(0, len(blocks), together)]
     run, run_uncompiled = compiled(run_in_turn), model.run_blocks
 
     def run_blocks(x, rope, cache=None):
-        if cache is not None:
+        if cache is not None:  # a sample is drawn
             return run_uncompiled(x, rope, cache)
         for part in parts:
             x = run(part, x, rope)
@@ -195,7 +197,7 @@ def summary(device: torch.device, dtype: torch.dtype, plan: Plan, here: Place) -
 def compile_obstacle(device: torch.device) -> str | None:
     """Why torch.compile cannot work here, in one line with its remedy; None if nothing is known.
 
-    Without it a run would die at its first step, after minutes of loading.
+    Without this a run finds out only in its trial step, after loading.
     """
     for name in ("TORCHDYNAMO_DISABLE", "TORCH_COMPILE_DISABLE"):
         if os.environ.get(name, "0") not in ("0", ""):

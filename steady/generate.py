@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 class KVCache:
     """Keys and values of the tokens decoded so far, for all layers.
 
-    From one decoding step to the next only the contents of tensors change, and the position lies on
-    the device, so that a step can be recorded as a CUDA graph.
+    Keys, values and the position are updated in place on the device, so that a decoding step can be
+    recorded as a CUDA graph.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class KVCache:
         self.values = [torch.zeros_like(keys) for keys in self.keys]
 
     def advance(self, T: int) -> Tensor:
-        """Make room for T more tokens; returns their positions (T,)."""
+        """Take the next T positions, (T,), and make their mask; returns them."""
         self.positions = self.position + self.slots[:T]
         visible = self.slots <= self.positions[:, None]  # (T, S)
         mask = torch.where(visible, 0.0, -math.inf).to(self.keys[0].dtype)
@@ -58,8 +58,8 @@ class KVCache:
         return self.positions
 
     def layer(self, i: int) -> LayerCache:
-        """Layer i's part, for the tokens that `advance` made room for. (It does not refer to the
-        whole, which would then wait for the garbage collector, and all of this memory with it.)"""
+        """Layer i's part, for the positions that `advance` took. It does not refer to the cache: a
+        circle of references would keep the memory until the garbage collector comes."""
         return LayerCache(
             self.keys[i], self.values[i], self.positions, self.mask, self.heads_per_key
         )
@@ -89,12 +89,12 @@ class LayerCache(NamedTuple):
 def require_room(
     config: GPTConfig, n: int, prompt: int, new: int, dtype: torch.dtype, device: torch.device
 ) -> None:
-    """Raises ValueError if `device` cannot hold what n samples of `new` tokens after a prompt of so
-    many take; nothing is allocated."""
+    """Raises ValueError if `device` cannot hold n samples of prompt + new tokens; nothing is
+    allocated."""
     values = 2 * config.n_layer * config.n_kv_head * config.head_dim  # kept per token
     cache = dtype.itemsize * n * values * min(config.block_size, prompt + new)
     tokens = 2 * 8 * n * (prompt + new)  # they are copied with every new one
-    needed = (cache + tokens + 3 * 4 * n * config.vocab_size) / 2**30  # logits, ordered, summed up
+    needed = (cache + tokens + 3 * 4 * n * config.vocab_size) / 2**30  # logits, sorted, cumulative
     machine_gib = hardware.machine_memory_gib(device)
     if needed > machine_gib:
         raise ValueError(
@@ -170,14 +170,14 @@ def draw(
     """
     if temperature < 1e-6:
         return logits.argmax(dim=-1)
-    logits = (logits / temperature).nan_to_num()  # drawing from NaN or infinity ends a process
+    logits = (logits / temperature).nan_to_num()  # multinomial aborts on NaN
     if 0 < top_k < logits.shape[-1]:
         threshold = logits.topk(top_k, dim=-1).values[:, -1:]
         logits = logits.masked_fill(logits < threshold, -math.inf)
     if top_p < 1.0:
         ordered, order = logits.sort(dim=-1, descending=True)
         probs = ordered.softmax(dim=-1)
-        beyond = probs.cumsum(dim=-1) - probs >= top_p  # never the first
+        beyond = probs.cumsum(dim=-1) - probs >= top_p  # the likeliest is kept
         logits = logits.masked_fill(beyond.gather(1, order.argsort(dim=-1)), -math.inf)
     return torch.multinomial(logits.softmax(dim=-1), 1, generator=generator).squeeze(1)
 

@@ -16,8 +16,8 @@ from steady.memory import Split, StepShape
 
 from configurator import one_line_errors
 
-# Steps in a row whose gradients are not finite. float16's first steps are some: GradScaler begins
-# at 2^16 and halves. While nothing changes, a hundred different batches tell what the next will do.
+# Steps in a row with gradients that are not finite: after how many to say so, and to end the run.
+# float16 begins with a few of them, while GradScaler halves its factor.
 SKIPPED_LONG, SKIPPED_TOO_LONG = 20, 100
 
 

@@ -16,6 +16,7 @@ ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "data")]
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # no test depends on a network
+os.environ["OMP_NUM_THREADS"] = "1"  # several tests run at a time; more threads would wait
 
 from steady import folder  # noqa: E402
 from steady.prepare import split_text, write_dataset  # noqa: E402
@@ -113,7 +114,7 @@ def start():
                 text=True,
                 encoding="utf-8",
                 cwd=cwd,
-                env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"} | environment,
+                env=os.environ | {"PYTHONUNBUFFERED": "1"} | environment,
             )
         )
         return processes[-1]
