@@ -306,7 +306,8 @@ def check_values(values: dict[str, Any]) -> None:
         "decay_lr", True
     ):
         raise ValueError(
-            f"min_lr={values['min_lr']} must be at most learning_rate={values['learning_rate']}"
+            f"min_lr={values['min_lr']} must be at most learning_rate={values['learning_rate']}: "
+            "use --min_lr=0.0, or a tenth of the rate"
         )
 
 

@@ -164,7 +164,10 @@ def why_not_compiled(error: Exception) -> str:
     if torch._dynamo.config.verbose:
         traceback.print_exception(error)
     text = " ".join(str(error).partition("Set TORCHDYNAMO_VERBOSE")[0].split())
-    return textwrap.shorten(f"{type(error).__name__}: {text}", 300, placeholder=" ...")
+    text = f"{type(error).__name__}: {text}"
+    if len(text) > 300:  # a compiler's command comes first, what it says last
+        text = f"{text[:120]} ... {text[-170:]}"
+    return text
 
 
 def summary(device: torch.device, dtype: torch.dtype, plan: Plan, here: Place) -> str:
