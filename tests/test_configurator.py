@@ -227,7 +227,8 @@ def test_a_value_of_thousands_of_characters_is_not_all_of_an_error(capsys):
         ({"init_from": "resum"}, "unknown init_from='resum', did you mean --init_from=resume?"),
         ({"init_from": "scrach"}, "unknown init_from='scrach', did you mean --init_from=scratch?"),
         ({"learning_rate": 1e-5, "min_lr": 6e-5, "decay_lr": True},
-         "min_lr=6e-05 must be at most learning_rate=1e-05: use --min_lr=0.0, or a tenth of the rate"),
+         "min_lr=6e-05 must be at most learning_rate=1e-05: "
+         "use --min_lr=0.0, or a tenth of the rate"),
         ({"block_size": 0}, "block_size=0 must be at least 1 and at most 2147483647"),
     ],
 )  # fmt: skip
