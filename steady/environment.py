@@ -113,11 +113,8 @@ def compile_model(
 
     Every new shape is compiled anew (dynamic=False): code for all shapes is slow.
     """
-    for name in (
-        "embed",
-        "run_blocks",
-        "head",
-    ):  # undo an earlier call
+    # undo an earlier call
+    for name in ("embed", "run_blocks", "head"):
         model.__dict__.pop(name, None)
     if not plan.compiled:
         return model

@@ -33,15 +33,10 @@ def use_activation_checkpointing(model: nn.Module, kind: str) -> None:
         # With dropout, `block` does what `selective` does: attention that is recomputed inside
         # compiled code would draw from a generator that torch.manual_seed does not reach.
         if kind == "block" and not block.dropout.p:
-            forward = keep_input
+            forward = run_checkpointed
         elif kind != "none":
             forward = keep_attention
         block.forward = MethodType(forward, block)
-
-
-def keep_input(block: nn.Module, *inputs: Any) -> torch.Tensor:
-    """A block's forward pass, all of it recomputed in backward."""
-    return run_checkpointed(block, *inputs)
 
 
 def keep_attention(block: nn.Module, *inputs: Any) -> torch.Tensor:
@@ -51,6 +46,7 @@ def keep_attention(block: nn.Module, *inputs: Any) -> torch.Tensor:
 
 
 def run_checkpointed(block: nn.Module, *inputs: Any, **options: Any) -> torch.Tensor:
+    """A block's forward pass, recomputed in backward if there will be one."""
     forward = type(block).forward
     if not torch.is_grad_enabled():
         return forward(block, *inputs)

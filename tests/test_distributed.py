@@ -26,7 +26,7 @@ from model import GPT, GPTConfig
 
 # Five evaluation batches do not divide by two.
 SETTINGS = [*TINY, "--gradient_accumulation_steps=4", "--eval_iters=5", "--max_iters=20"]
-ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+ENVIRONMENT = os.environ | {"PYTHONUNBUFFERED": "1"}
 
 
 @pytest.fixture

@@ -18,7 +18,6 @@ from conftest import ROOT, TINY
 
 import model as model_file
 
-ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1"}
 LONG = [*TINY, "--max_iters=1000000"]
 
 
@@ -36,7 +35,7 @@ def fork(tmp_path):
 
     def start(arguments, code=""):
         arguments = [*arguments, f"--out_dir={tmp_path}"]
-        running.append(forked.start(arguments, ENVIRONMENT, tmp_path / "output.txt", code))
+        running.append(forked.start(arguments, dict(os.environ), tmp_path / "output.txt", code))
         return running[-1]
 
     yield start

@@ -507,7 +507,7 @@ def test_activation_checkpointing_changes_no_number(kind):
 
 @pytest.mark.parametrize("way", ["in parts", "as one", "sharded"])
 @pytest.mark.parametrize("kind", ["none", "selective", "block"])
-def test_f12_f52_compiled_code_computes_the_same_gradients(kind, way, monkeypatch):
+def test_f52_compiled_code_computes_the_same_gradients(kind, way, monkeypatch):
     """Of every kind that we offer. (Kernels, which take long to compile, run in the GPU tests.)"""
     options = {"backend": "aot_eager_decomp_partition", "fullgraph": True}
     compile = torch.compile
