@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from steady.generate import KVCache, LayerCache
-from steady.linear import Linear, compute_dtype, linear
+from steady.linear import Linear, compute_dtype, side_by_side
 from steady.loss import linear_cross_entropy
 
 import torch
@@ -153,14 +153,9 @@ class Attention(nn.Module):
         self, x: Tensor, rope: tuple[Tensor, Tensor], cache: LayerCache | None = None
     ) -> Tensor:
         B, T, C = x.shape
-        if T > 1:  # one product for queries and keys is faster than two
-            qk = linear(x, torch.cat((self.q_proj.weight, self.k_proj.weight)))
-        else:  # but copying the weights for it takes longer than one token's products
-            qk = torch.cat((self.q_proj(x), self.k_proj(x)), dim=-1)
-        qk = qk.view(B, T, self.n_head + self.n_kv_head, self.head_dim)
-        q, k = qk.split((self.n_head, self.n_kv_head), dim=2)  # (B, T, H or K, D)
-        # values apart: as a view of that product they would keep all of it until backward
-        v = self.v_proj(x).view(B, T, self.n_kv_head, self.head_dim)
+        q, k = side_by_side(x, self.q_proj, self.k_proj)
+        v = self.v_proj(x)  # apart: as a part of that product it would keep all of it for backward
+        q, k, v = (y.view(B, T, -1, self.head_dim) for y in (q, k, v))  # (B, T, H or K, D)
         if self.qk_norm:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = apply_rope(q, *rope), apply_rope(k, *rope)

@@ -14,10 +14,10 @@ import math
 import time
 from functools import partial
 from pathlib import Path
-from shlex import quote
 
 from steady import checkpoint, distributed, environment, folder, hardware, memory, optim, recompute
 from steady.dataloader import DataLoader, DataSet, TokenFile, validation_batches
+from steady.float8 import use_float8
 from steady.generate import sample_while_training
 from steady.profiler import Profiler
 from steady.runlog import RunLog
@@ -80,6 +80,7 @@ device = "auto"  # auto, cpu, cuda, cuda:N, mps
 dtype = "auto"  # auto, float32, bfloat16, float16: what matrix products are computed in
 compile = True  # torch.compile the model; falls back with a line that says why
 compile_mode = "default"  # default, reduce-overhead, max-autotune, max-autotune-no-cudagraphs
+fp8 = False  # blocks' products in FP8, on GPUs that have it and models of 1024 and wider
 activation_checkpointing = "none"  # recompute for memory: none, selective (not attention), block
 parallel = "ddp"  # several processes: ddp, or fsdp to divide a model too large for one GPU
 backend = "auto"  # between processes: auto, nccl, gloo
@@ -138,6 +139,8 @@ optimizer = optim.build_optimizer(raw_model, config, plan.compiled, dtype)
 scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
 if start.optimizer is not None and not eval_only:
     checkpoint.load_optimizer(optimizer, scaler, start, ckpt_path)
+if fp8:
+    use_float8(raw_model, optimizer, plan, here, dtype)
 iter_num, best_val_loss = start.iter_num, start.best_val_loss
 pretrained_dtype = start.pretrained_dtype
 
@@ -152,7 +155,7 @@ del start  # the checkpoint's tensors
 if here.master and init_from != "resume" and not eval_only:
     folder.set_aside(out_path)
 log = RunLog(out_path, config, iter_num, quiet=not here.master)
-log.line(environment.summary(device, dtype, plan, here))
+log.line(environment.summary(device, dtype, plan, here, fp8))
 log.line(raw_model.summary(data.vocab_size))
 log.line(data.summary(sequences_per_iter * block_size))
 log.settings(config, __file__)
@@ -232,8 +235,8 @@ stop_request = StopRequest(alone=here.world_size == 1, announce=here.master)
 # -----------------------------------------------------------------------------
 # find out whether a step fits into memory, and split it further if not: the same global batch,
 # the same data, the same loss curve
-step_shape = memory.StepShape(model_config, raw_model.num_params(), sequences_per_process, dtype,
-                              plan, here, muon=isinstance(optimizer, optim.Muon))  # fmt: skip
+step_shape = memory.StepShape(model_config, sequences_per_process, dtype, plan, here,
+                              muon=isinstance(optimizer, optim.Muon), fp8=fp8)  # fmt: skip
 wanted = memory.Split(batch_size, activation_checkpointing)
 fit = memory.fit(try_step, step_shape, wanted, device, auto_batch)
 model, batch_size = fit.model, fit.split.batch_size
@@ -324,6 +327,4 @@ if not here.master:
 if stopping:
     print(f"stopped at iteration {iter_num}, saved {ckpt_path}; to go on:\n  {how_to_go_on()}")
 elif not eval_only:
-    print(log.summary(loader.position(iter_num) * block_size, best_val_loss, best_path))
-    print(f"finished at iteration {iter_num}; to see samples:")
-    print(f"  python sample.py --out_dir={quote(out_dir)}")
+    print(log.summary(iter_num, loader.position(iter_num) * block_size, best_val_loss, best_path))

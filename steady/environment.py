@@ -167,7 +167,9 @@ def why_not_compiled(error: Exception) -> str:
     return text
 
 
-def summary(device: torch.device, dtype: torch.dtype, plan: Plan, here: Place) -> str:
+def summary(
+    device: torch.device, dtype: torch.dtype, plan: Plan, here: Place, fp8: bool = False
+) -> str:
     """What a run will use, in one line, with what was asked for but cannot be had."""
     compiled = (
         f"not compiled ({plan.obstacle})" if plan.obstacle else f"to be compiled ({plan.mode})"
@@ -190,6 +192,7 @@ def summary(device: torch.device, dtype: torch.dtype, plan: Plan, here: Place) -
     if device.type == "cuda" and dtype == torch.bfloat16:
         if not torch.cuda.is_bf16_supported(including_emulation=False):
             computed += " (slow: this GPU only emulates it; float16 is what it has)"
+    computed += " and float8" if fp8 else ""
     line = f"device {name}, dtype {computed}, {compiled}"
     return line if here.world_size == 1 else f"{line}\n{here.world_size} processes, {here.parallel}"
 

@@ -5,6 +5,8 @@ weight's gradient to bfloat16 and converts it back to float32, in which gradient
 the kernel writes its sums as they are: more exact, and a pass over all gradients less.
 """
 
+from steady import float8
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -17,16 +19,35 @@ def compute_dtype(tensor: Tensor) -> torch.dtype:
 
 
 class Linear(nn.Linear):
-    """nn.Linear without a bias: (..., in_features) to (..., out_features)."""
+    """nn.Linear without a bias: (..., in_features) to (..., out_features).
+
+    Where `float8.use_float8` has given it an FP8 copy of its weight, training multiplies that.
+    """
 
     def __init__(self, in_features: int, out_features: int):
         super().__init__(in_features, out_features, bias=False)
+        self.register_buffer("weight8", None, persistent=False)
 
     def reset_parameters(self) -> None:
         """Nothing: GPT.init_weights draws them, and drawing twice takes seconds."""
 
+    @property
+    def in_float8(self) -> bool:
+        return self.training and self.weight8 is not None
+
     def forward(self, x: Tensor) -> Tensor:
+        if self.in_float8:
+            return float8.linear(x, self.weight, self.weight8, self.weight8_scale)
         return linear(x, self.weight)
+
+
+def side_by_side(x: Tensor, *layers: Linear) -> tuple[Tensor, ...]:
+    """The outputs of several layers for the same x (B, T, in): one product, which takes less time
+    than several, except for a single token, where copying the weights for it takes longer."""
+    if x.shape[1] == 1 or layers[0].in_float8:
+        return tuple(layer(x) for layer in layers)
+    y = linear(x, torch.cat([layer.weight for layer in layers]))
+    return y.split([layer.out_features for layer in layers], dim=-1)
 
 
 def linear(x: Tensor, weight: Tensor) -> Tensor:

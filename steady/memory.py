@@ -50,12 +50,16 @@ class StepShape(NamedTuple):
     """What a training step consists of, however its sequences are split into micro-batches."""
 
     model_config: GPTConfig
-    n_params: int
     sequences: int  # of one process
     dtype: torch.dtype  # what matrix products are computed in
     plan: Plan
     here: Place
     muon: bool = False
+    fp8: bool = False
+
+    @property
+    def n_params(self) -> int:
+        return num_params(self.model_config)
 
     @property
     def shards(self) -> int:
@@ -119,6 +123,8 @@ def estimate(
         block += config.n_hidden + (2 * width if size < 4 else 0)
     elif step.shards > 1:  # compiled with a budget: norms' outputs and the product are recomputed
         block -= config.n_hidden + 2 * width
+    if step.fp8:  # also what was multiplied, a byte each, but not the product
+        block -= (2 * width + config.n_hidden) // 2
     if step.dtype == torch.float16:  # the residual stream stays in float32
         block += 2 * width
     per_block = {
@@ -140,7 +146,7 @@ def estimate(
         copied = min(1, 2 * together / config.n_layer)
     else:  # all, from forward to backward
         copied = gathered or size < 4
-    copies = size * in_blocks * copied
+    copies = size * in_blocks * copied + step.fp8 * in_blocks
     weights = 4 * step.n_params / step.shards
     state = 2 * weights  # AdamW's two moments
     working = 0
@@ -311,7 +317,7 @@ def require_room(
 ) -> None:
     """Raises ValueError for a model of which `device` cannot hold a step; nothing is allocated."""
     n_params, machine_gib = num_params(config), hardware.machine_memory_gib(device)
-    needed = estimate(StepShape(config, n_params, 1, dtype, plan, here), 1, "block")
+    needed = estimate(StepShape(config, 1, dtype, plan, here), 1, "block")
     if sum(needed.values()) > WORTH_TRYING * machine_gib:
         raise ValueError(
             f"the model has {n_params:,} parameters: a step of one sequence takes about "

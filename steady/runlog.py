@@ -9,6 +9,7 @@ import textwrap
 import time
 from itertools import accumulate
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 from steady import output
@@ -183,20 +184,22 @@ class RunLog:
         if self.bar is not None:
             self.bar.update(iter_num - self.bar.n)
 
-    def summary(self, tokens: int, best_val_loss: float, best_path: Path) -> str:
-        """What a run has come to, in one line.
+    def summary(self, iter_num: int, tokens: int, best_val_loss: float, best_path: Path) -> str:
+        """What a finished run has come to, and how to see samples.
 
         tokens: seen since the training began, in earlier runs that it went on from too.
         """
         minutes, seconds = divmod(round(time.monotonic() - self.began), 60)
         hours, minutes = divmod(minutes, 60)
         taken = f"{hours} h {minutes} min" if hours else f"{minutes} min {seconds} s"
-        line = f"{tokens:,} tokens seen, this run took {taken}"
+        line = f"finished at iteration {iter_num}: {tokens:,} tokens seen, this run took {taken}"
         if math.isfinite(best_val_loss):
             line += f", best val loss {best_val_loss:.4f}"
             if best_path.exists():
                 line += f" in {best_path}"
-        return line
+        return (
+            f"{line}\nto see samples:\n  python sample.py --out_dir={quote(str(self.path.parent))}"
+        )
 
     def close(self) -> None:
         if self.bar is not None:

@@ -192,7 +192,7 @@ def test_f50_parameters_are_counted_without_building_the_model(options):
 def test_f50_a_batch_beyond_all_memory_is_split_by_arithmetic(monkeypatch):
     monkeypatch.setattr(hardware, "machine_memory_gib", lambda device: 8.0)
     step = memory.StepShape(
-        model_file.GPTConfig(), 123_587_328, 10**12, torch.float32,
+        model_file.GPTConfig(), 10**12, torch.float32,
         Plan("compile=False", "default", False), Place(),
     )  # fmt: skip
     wanted = memory.Split(10**6, "none")

@@ -14,7 +14,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
-from steady import distributed, environment, hardware, recompute
+from steady import distributed, environment, float8, hardware, optim, recompute
 from steady.generate import generate
 from steady.linear import linear
 from steady.loss import linear_cross_entropy
@@ -39,6 +39,7 @@ pytestmark = [
 ]
 
 TOLERANCE = 0.01  # of losses in bfloat16 against float32; on a CPU 0.0005, with FSDP 0.0023
+FP8_TOLERANCE = 0.05  # of losses with FP8 against bfloat16
 NORM_TOLERANCE = 0.05  # of their gradients' norms, relative; on a CPU 0.016
 
 SMALL = [
@@ -54,7 +55,7 @@ SMALL = [
     "--lr_decay_iters=30",
     "--max_iters=30",
     "--eval_interval=5",
-    "--eval_iters=4",
+    "--eval_iters=10",
     "--device=cuda",
 ]
 
@@ -804,6 +805,103 @@ def test_f15_fsdp_finds_what_fits_by_the_estimate(data, tmp_path):
         print(f"cap {cap}: {found['allocated'] / 2**30:.2f} GiB")
         losses[cap] = found["losses"]
     assert max(map(abs_difference, losses[0.0], losses[9.1])) < TOLERANCE
+
+
+# ---- FP8 --------------------------------------------------------------------------------------
+
+WIDE = ["--n_embd=1024", "--n_head=8", "--n_kv_head=4"]
+FP8_CELLS = [
+    ("off", 1, "none", 1),
+    ("default", 1, "none", 1),
+    ("default", 4, "block", 1),
+    ("reduce-overhead", 4, "none", 1),
+    ("reduce-overhead", 4, "selective", 1),
+    ("max-autotune", 4, "none", 1),
+    ("default", 4, "none", 2),
+]
+
+
+def fp8_cell(mode, accumulation, kind, processes):
+    """Arguments of one of FP8_CELLS, or with 0 processes of what it is compared with."""
+    return [
+        *WIDE, f"--fp8={processes > 0}", f"--gradient_accumulation_steps={accumulation}",
+        f"--batch_size={32 // accumulation}", f"--activation_checkpointing={kind}",
+        "--compile=False" if mode == "off" else f"--compile_mode={mode}", "--sample_interval=10",
+    ]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def in_fp8(request, data, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("fp8")
+    cells = [("default", 1, "none", 0)] + [
+        cell for cell in FP8_CELLS
+        if cell in selected(request, "cell") and cell[3] <= torch.cuda.device_count()
+    ]  # fmt: skip
+    with ThreadPoolExecutor(len(cells)) as pool:
+        jobs = {
+            cell: pool.submit(train, data, folder / "-".join(map(str, cell)), *fp8_cell(*cell),
+                              processes=max(1, cell[3]))
+            for cell in cells
+        }  # fmt: skip
+        return {cell: job.result() for cell, job in jobs.items()}
+
+
+@pytest.mark.xdist_group("fp8")
+@pytest.mark.parametrize("cell", FP8_CELLS, ids=lambda cell: "-".join(map(str, cell)))
+def test_fp8_trains_like_bfloat16_however_it_is_compiled_and_split(in_fp8, cell):
+    if cell[3] > torch.cuda.device_count():
+        pytest.skip("needs two GPUs")
+    found, reference = in_fp8[cell], in_fp8["default", 1, "none", 0]
+    assert "dtype bfloat16 and float8" in found["shown"]
+    worst = max(map(abs_difference, found["losses"], reference["losses"]))
+    print(f"\n{cell}: worst {worst:.4f}, evaluation {found['val'][-1] - reference['val'][-1]:.4f}")
+    assert 0 < worst < FP8_TOLERANCE
+    assert found["losses"][-1] < found["losses"][0] - 1.0
+    assert found["val"][0] == pytest.approx(reference["val"][0], abs=1e-6)  # without FP8
+    assert (3 <= found["recorded"] <= 8) is (cell[0] in environment.GRAPH_MODES)
+    assert found["skips"] == 0
+
+
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
+@pytest.mark.parametrize("kind", ["none", "selective", "block"])
+def test_f52_compiled_fp8_gradients_are_those_of_eager_code(kind, mode):
+    """To within what the last digit of bfloat16 makes of rounding in e5m2."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(block_size=128, vocab_size=512, n_layer=2, n_head=8, n_embd=1024)).cuda()
+    config = {"optimizer": "adamw", "learning_rate": 1e-3, "beta1": 0.9, "beta2": 0.95,
+              "weight_decay": 0.1}  # fmt: skip
+    plan = environment.plan(True, mode, torch.device("cuda"))
+    optimizer = optim.build_optimizer(model, config)
+    float8.use_float8(model, optimizer, plan, distributed.ALONE, torch.bfloat16)
+    use_activation_checkpointing(model, kind)
+    tokens, targets = torch.randint(512, (2, 8, 128), device="cuda")
+    gradients = Gradients(model, keep=True, summed=False)
+
+    def gradient_of(function):
+        for _ in range(3):  # a graph's warm-up, recording, replay
+            gradients.clear()
+            torch.compiler.cudagraph_mark_step_begin()
+            with torch.autocast("cuda", torch.bfloat16):
+                function(tokens, targets).backward()
+        return [p.grad.clone() for p in model.parameters()]
+
+    eager = gradient_of(model)
+    compiled = gradient_of(environment.compile_model(model, plan, False, kind))
+    for found, right in zip(compiled, eager, strict=True):
+        assert (found - right).norm() < 0.15 * right.norm()
+    optimizer.step()  # the copies change in place: recorded graphs multiply the new ones
+    changed = gradient_of(environment.compile_model(model, plan, False, kind))
+    assert any((a - b).norm() > 0.3 * b.norm() for a, b in zip(changed, compiled, strict=True))
+
+
+def test_fp8_transposes_as_torch_does():
+    torch.manual_seed(0)
+    x = torch.randn(200, 336, device="cuda", dtype=torch.bfloat16)
+    scale = float8.scale_of(x, float8.E5M2)
+    found, transposed = float8.cast_and_transpose(x, scale, float8.E5M2)
+    assert torch.equal(found.float(), float8.cast(x, scale, float8.E5M2).float())
+    assert torch.equal(transposed.float(), found.float().T)
 
 
 # ---- the rest of a run ------------------------------------------------------------------------

@@ -3,7 +3,7 @@ from dataclasses import replace
 from steady import distributed, memory
 from steady.distributed import Place
 from steady.environment import Plan
-from steady.memory import Split, StepShape, describe, estimate, fit, splits_to_try
+from steady.memory import Split, StepShape, describe, estimate, fit, num_params, splits_to_try
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ GPT2_PARAMS = 123_587_328
 
 def gpt2_step(sequences, **more):
     options = {"dtype": torch.bfloat16, "plan": replace(COMPILED), "here": Place()} | more
-    return StepShape(GPTConfig(), GPT2_PARAMS, sequences, **options)
+    return StepShape(GPTConfig(), sequences, **options)
 
 
 def splits(batch_size, sequences, checkpointing="none", limit_gib=1e9, auto=False):
@@ -112,7 +112,7 @@ def test_estimate_counts_what_is_known_exactly_and_orders_the_rest():
     assert describe({"weights": 0.125, "logits": 0.25}) == "weights 128 + logits 256 = 384 MiB"
 
 
-LARGE, LARGE_PARAMS = GPTConfig(n_layer=48, n_head=25, n_embd=1600), 1_560_000_000
+LARGE = GPTConfig(n_layer=48, n_head=25, n_embd=1600)
 
 
 @pytest.mark.parametrize(
@@ -137,9 +137,8 @@ LARGE, LARGE_PARAMS = GPTConfig(n_layer=48, n_head=25, n_embd=1600), 1_560_000_0
 def test_estimate_is_within_a_tenth_of_what_was_measured(
     config, batch_size, kind, dtype, compiled, shards, measured
 ):
-    n_params = LARGE_PARAMS if config is LARGE else GPT2_PARAMS
     plan, here = COMPILED if compiled else EAGER, Place(0, 0, shards, "fsdp")
-    step = StepShape(config, n_params, batch_size, dtype, plan, here)
+    step = StepShape(config, batch_size, dtype, plan, here)
     parts = estimate(step, batch_size, kind)
     assert sum(parts.values()) == pytest.approx(measured, rel=0.10)
 
@@ -151,11 +150,11 @@ def test_estimate_counts_one_moment_of_the_matrices_with_muon():
 
 
 def large_step(batch_size, here):
-    return StepShape(LARGE, LARGE_PARAMS, batch_size, torch.bfloat16, COMPILED, here)
+    return StepShape(LARGE, batch_size, torch.bfloat16, COMPILED, here)
 
 
 def test_estimate_of_few_activations_is_that_of_the_end_of_a_step():
-    weights = 4 * LARGE_PARAMS / 2**30
+    weights = 4 * num_params(LARGE) / 2**30
     for here, copies in ((Place(), 1), (Place(0, 0, 2, "ddp"), 2)):  # of gradients
         parts = estimate(large_step(1, here), 1, "block")
         assert sum(parts.values()) == pytest.approx((1 + copies + 2) * weights)

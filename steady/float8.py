@@ -1,0 +1,179 @@
+"""Matrix products in FP8: all three of every linear layer in the blocks.
+
+A GPU that has FP8 multiplies it twice as fast as bfloat16. e4m3, with three bits for the fraction
+and values up to 448, holds inputs and weights; e5m2, with a larger range, gradients (Micikevicius
+et al. 2022, "FP8 formats for deep learning"). Every tensor has one scale, which takes its largest
+value to the largest of the format. Products are summed in float32 and scaled back. Weights stay in
+float32; their FP8 copies are made anew after every step of the optimizer.
+
+FP8 kernels multiply rows by rows, so backward needs the transposes of what forward multiplied.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from steady.distributed import Place
+from steady.environment import Plan
+from steady.optim import AdamW, compiled_if_possible
+
+import torch
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from model import GPTConfig
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:
+    triton = None
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+MIN_WIDTH = 1024  # from which on FP8 makes a step faster (H200, see docs/results.md)
+MULTIPLE = 16  # FP8 kernels take matrices whose sides are multiples of this
+
+
+def check(config: GPTConfig, device: torch.device, dtype: torch.dtype, here: Place) -> None:
+    """Raises ValueError where FP8 cannot be had or would be slower."""
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 9):
+        raise ValueError(
+            f"fp8=True needs a GPU with FP8 units (Ada, Hopper, Blackwell), not {device}: "
+            "use fp8=False"
+        )
+    if dtype != torch.bfloat16:
+        name = str(dtype).removeprefix("torch.")
+        raise ValueError(f"fp8=True goes with dtype=bfloat16, not {name}")
+    if here.shards_model:
+        raise ValueError("fp8=True does not work with parallel=fsdp: use parallel=ddp or fp8=False")
+    if config.n_embd < MIN_WIDTH:
+        raise ValueError(
+            f"fp8=True makes models narrower than n_embd={MIN_WIDTH} slower, and this one has "
+            f"n_embd={config.n_embd}: use fp8=False"
+        )
+    sizes = {
+        "n_embd": config.n_embd,
+        "n_hidden": config.n_hidden,
+        "n_head * head_dim": config.n_head * config.head_dim,
+        "n_kv_head * head_dim": config.n_kv_head * config.head_dim,
+    }
+    for name, size in sizes.items():
+        if size % MULTIPLE:
+            raise ValueError(f"fp8=True needs multiples of {MULTIPLE}, but {name} is {size}")
+
+
+@torch.no_grad()
+def use_float8(
+    model: nn.Module, optimizer: AdamW, plan: Plan, here: Place, dtype: torch.dtype
+) -> None:
+    """Have the linear layers of `model`'s blocks multiply in FP8 when training; their copies of the
+    weights are made now and after every step of `optimizer`. Decide before compiling.
+
+    Raises ValueError where FP8 cannot be had or would be slower.
+    """
+    check(model.config, model.token_embedding.weight.device, dtype, here)
+    layers = [module for module in model.blocks.modules() if isinstance(module, nn.Linear)]
+    # compiled, it takes half of the memory traffic
+    make_copy = compiled_if_possible(copy_weight) if plan.compiled else copy_weight
+    for layer in layers:
+        copy = torch.empty_like(layer.weight, dtype=E4M3)
+        layer.register_buffer("weight8", copy, persistent=False)
+        layer.register_buffer("weight8_scale", copy.new_empty((), dtype=torch.float32), False)
+
+    @torch.no_grad()
+    def make_copies(*_):
+        for layer in layers:
+            make_copy(layer.weight, layer.weight8, layer.weight8_scale)
+
+    make_copies()
+    optimizer.register_step_post_hook(make_copies)
+
+
+def copy_weight(weight: Tensor, weight8: Tensor, weight8_scale: Tensor) -> Tensor:
+    """Write the FP8 copy of `weight`, and its scale."""
+    scale = scale_of(weight, E4M3)
+    weight8_scale.copy_(scale)
+    return weight8.copy_(cast(weight, scale, E4M3))
+
+
+def scale_of(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """What to divide `x` (rows, columns) by, so that it uses all of `dtype`'s range (scalar)."""
+    # row by row: a compiler does the rows in the kernel that computes them
+    largest = x.abs().amax(dim=1).amax().float()
+    return largest.clamp(min=1e-12) / torch.finfo(dtype).max
+
+
+def cast(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """x / scale in FP8."""
+    return (x.float() * scale.reciprocal()).to(dtype)
+
+
+def linear(x: Tensor, weight: Tensor, weight8: Tensor, weight8_scale: Tensor) -> Tensor:
+    """x (..., in) @ weight.T (in, out) in FP8; returns (..., out) in bfloat16.
+
+    weight8, weight8_scale: see `copy_weight`. The weight's gradient is in float32.
+    """
+    rows = x.flatten(0, -2).bfloat16()
+    return _Linear.apply(rows, weight, weight8, weight8_scale).unflatten(0, x.shape[:-1])
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, weight8, weight8_scale):
+        scale = scale_of(x, E4M3)
+        x8 = cast(x, scale, E4M3)
+        ctx.save_for_backward(x8, scale, weight8, weight8_scale)
+        return product(x8, weight8, scale, weight8_scale)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x8, x_scale, weight8, weight8_scale = ctx.saved_tensors
+        scale = scale_of(grad, E5M2)
+        grad8, grad8_t = cast_and_transpose(grad, scale, E5M2)
+        grad_x = product(grad8, weight8.T.contiguous(), scale, weight8_scale)
+        grad_weight = product(grad8_t, x8.T.contiguous(), scale, x_scale, torch.float32)
+        return grad_x, grad_weight, None, None
+
+
+def product(
+    a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, dtype: torch.dtype = torch.bfloat16
+) -> Tensor:
+    """a (m, k) @ b (n, k).T, both in FP8, scaled back; returns (m, n) in `dtype`."""
+    if not a.is_cuda:  # where torch's kernel takes a second for a few million products
+        return (a.float() @ b.float().T * (a_scale * b_scale)).to(dtype)
+    # "fast": partial sums keep 14 bits, far more than what is multiplied has
+    return torch._scaled_mm(a, b.T, a_scale, b_scale, out_dtype=dtype, use_fast_accum=True)
+
+
+def cast_and_transpose(x: Tensor, scale: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """x / scale (rows, columns) in FP8, and its transpose."""
+    if not x.is_cuda or triton is None:
+        x8 = cast(x, scale, dtype)
+        return x8, x8.T.contiguous()
+    return _cast_and_transpose(x.contiguous(), scale, dtype)
+
+
+if triton is not None:
+
+    @torch.library.triton_op("steady::cast_and_transpose", mutates_args={})
+    def _cast_and_transpose(x: Tensor, scale: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """One kernel that writes both: torch's compiler reads x twice for that."""
+        rows, columns = x.shape
+        x8 = torch.empty((rows, columns), dtype=dtype, device=x.device)
+        x8_t = torch.empty((columns, rows), dtype=dtype, device=x.device)
+        tiles = triton.cdiv(rows, 64), triton.cdiv(columns, 64)
+        torch.library.wrap_triton(_cast_and_transpose_kernel)[tiles](
+            x, scale, x8, x8_t, rows, columns, TILE=64, num_warps=4
+        )
+        return x8, x8_t
+
+    @triton.jit
+    def _cast_and_transpose_kernel(x, scale, x8, x8_t, rows, columns, TILE: tl.constexpr):
+        """One program per tile."""
+        row = (tl.program_id(0) * TILE + tl.arange(0, TILE)[:, None]).to(tl.int64)
+        column = (tl.program_id(1) * TILE + tl.arange(0, TILE)[None, :]).to(tl.int64)
+        inside = (row < rows) & (column < columns)
+        values = tl.load(x + row * columns + column, mask=inside, other=0.0).to(tl.float32)
+        values = (values * (1.0 / tl.load(scale))).to(x8.dtype.element_ty)
+        tl.store(x8 + row * columns + column, values, mask=inside)
+        tl.store(x8_t + column * rows + row, values, mask=inside)

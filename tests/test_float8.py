@@ -1,0 +1,160 @@
+"""FP8 products: their gradients, when weights are copied, and where they are refused. The CPU has
+them too, slowly; what only a GPU shows is in test_gpu.py."""
+
+from steady import float8, optim
+from steady.distributed import Place
+from steady.environment import Plan
+from steady.linear import Linear
+
+import pytest
+import torch
+
+from model import GPT, GPTConfig
+
+EAGER = Plan("compile=False", "default", False)
+ADAMW = {"optimizer": "adamw", "learning_rate": 3e-3, "beta1": 0.9, "beta2": 0.95,
+         "weight_decay": 0.1}  # fmt: skip
+# Rounding to a format with b bits for the fraction is off by at most 2**-(b + 1) of a value, and
+# evenly spread errors by 1 / sqrt(3) of that. What is multiplied has such an error twice.
+E4M3_ERROR, E5M2_ERROR = 2**-4 / 3**0.5, 2**-3 / 3**0.5
+TOKENS = torch.randint(64, (2, 4, 32), generator=torch.Generator().manual_seed(0))
+
+
+@pytest.fixture
+def on_a_cpu(monkeypatch):
+    """Lets FP8 be used without a GPU and on narrow models."""
+    monkeypatch.setattr(float8, "check", lambda *_: None)
+
+
+def small_model(**more):
+    torch.manual_seed(0)
+    return GPT(GPTConfig(block_size=32, vocab_size=64, n_layer=2, n_head=2, n_embd=64, **more))
+
+
+def in_float8(model):
+    optimizer = optim.build_optimizer(model, ADAMW)
+    float8.use_float8(model, optimizer, EAGER, Place(), torch.bfloat16)
+    return optimizer
+
+
+def loss_of(model):
+    with torch.autocast("cpu", torch.bfloat16):
+        return model(*TOKENS)
+
+
+def relative_error(found, exact):
+    return ((found - exact).norm() / exact.norm()).item()
+
+
+def errors_of_a_layer(x, grad, use):
+    """How far output and gradients of one layer are from those in float64, with FP8 or bfloat16."""
+    layer = Linear(x.shape[-1], grad.shape[-1])
+    torch.nn.init.normal_(layer.weight, std=0.02)
+    exact_x = x.double().requires_grad_()
+    exact_weight = layer.weight.detach().double().requires_grad_()
+    exact = exact_x @ exact_weight.T
+    exact.backward(grad.double())
+    if use:
+        layer.weight8 = torch.empty_like(layer.weight, dtype=float8.E4M3)
+        layer.register_buffer("weight8_scale", torch.empty(()), persistent=False)
+        with torch.no_grad():
+            float8.copy_weight(layer.weight, layer.weight8, layer.weight8_scale)
+    x = x.clone().requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16):
+        y = layer(x)
+    y.backward(grad.to(y.dtype))
+    assert layer.weight.grad.dtype == torch.float32 and y.dtype == torch.bfloat16
+    pairs = (y, exact), (x.grad, exact_x.grad), (layer.weight.grad, exact_weight.grad)
+    return [relative_error(found.double(), right) for found, right in pairs]
+
+
+def test_a_layers_gradients_have_the_errors_of_their_formats():
+    """Against float64; bfloat16's errors, 0.2% to 0.3%, are below the formats' of FP8."""
+    torch.manual_seed(0)
+    x, grad = torch.randn(256, 128), 1e-6 * torch.randn(256, 192)
+    bounds = (2**0.5 * E4M3_ERROR, *[(E4M3_ERROR**2 + E5M2_ERROR**2) ** 0.5] * 2)
+    errors = errors_of_a_layer(x, grad, use=True)
+    assert all(0.3 * bound < error < bound for error, bound in zip(errors, bounds, strict=True))
+    in_bfloat16 = errors_of_a_layer(x, grad, use=False)
+    assert max(in_bfloat16) < 0.004
+
+
+def test_outliers_of_ten_thousand_give_no_nan_and_keep_the_rest():
+    """One value takes the scale; what is 20,000 times smaller is rounded away, but nothing else."""
+    torch.manual_seed(0)
+    x, grad = torch.randn(256, 128), torch.randn(256, 192)
+    x[7, 5], grad[9, 3] = 1e4, -1e4
+    errors = errors_of_a_layer(x, grad, use=True)
+    assert all(error < 0.1 for error in errors)  # False for NaN
+
+
+def test_zeros_give_zeros():
+    errors = errors_of_a_layer(torch.zeros(16, 32), torch.randn(16, 32), use=True)
+    assert errors[1] < 0.2  # of x; the others are 0 / 0 here
+
+
+def test_weights_are_copied_once_per_step_and_saved_nowhere(on_a_cpu):
+    model = small_model()
+    plain, names = small_model(), set(model.state_dict())
+    optimizer = in_float8(model)
+    assert set(model.state_dict()) == names
+    layer = model.blocks[1].mlp.down_proj
+    before = layer.weight8.clone()
+    loss_of(model).backward()
+    loss_of(model).backward()
+    with torch.no_grad():
+        layer.weight.mul_(2.0)  # unseen: the copy is made after the optimizer's step
+    assert torch.equal(layer.weight8.float(), before.float())
+    optimizer.step()
+    copied = layer.weight8.float() * layer.weight8_scale
+    assert relative_error(copied, layer.weight) < 0.05
+    assert not torch.equal(layer.weight8.float(), before.float())
+    # what is not training is computed as without FP8
+    plain.load_state_dict(model.state_dict())
+    assert torch.equal(loss_of(model.eval()), loss_of(plain.eval()))
+
+
+@pytest.mark.parametrize("kind", ["none", "selective", "block"])
+def test_training_in_float8_follows_bfloat16(on_a_cpu, kind):
+    from steady.recompute import use_activation_checkpointing
+
+    curves = []
+    for use in (False, True):
+        model = small_model()
+        optimizer = in_float8(model) if use else optim.build_optimizer(model, ADAMW)
+        use_activation_checkpointing(model, kind)
+        curves.append([])
+        for _ in range(30):
+            loss = loss_of(model)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            curves[-1].append(loss.item())
+    bfloat16, fp8 = curves
+    assert bfloat16[-1] < bfloat16[0] - 1.0
+    assert max(abs(a - b) for a, b in zip(bfloat16, fp8, strict=True)) < 0.1
+    assert fp8 != bfloat16
+
+
+@pytest.mark.parametrize(
+    "device, capability, more, message",
+    [
+        ("cpu", None, {}, r"needs a GPU with FP8 units \(Ada, Hopper, Blackwell\), not cpu"),
+        ("cuda", (8, 0), {}, "needs a GPU with FP8 units"),
+        ("cuda", (9, 0), {"dtype": torch.float16}, "goes with dtype=bfloat16, not float16"),
+        ("cuda", (9, 0), {"here": Place(0, 0, 2, "fsdp")}, "not work with parallel=fsdp: use"),
+        ("cuda", (9, 0), {"config": {"n_head": 6, "n_embd": 768}}, "narrower than n_embd=1024"),
+        ("cuda", (9, 0), {"config": {"n_hidden": 2056}}, "multiples of 16, but n_hidden is 2056"),
+    ],
+)
+def test_where_it_cannot_be_had_it_is_refused_by_name(
+    monkeypatch, device, capability, more, message
+):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    good = {"dtype": torch.bfloat16, "here": Place(0, 0, 2, "ddp")}
+    sizes = {"n_layer": 1, "n_head": 8, "n_embd": 1024}
+    if capability == (9, 0):
+        float8.check(GPTConfig(**sizes), torch.device(device), **good)
+    config = GPTConfig(**sizes | more.pop("config", {}))
+    with pytest.raises(ValueError, match=message):
+        float8.check(config, torch.device(device), **good | more)
