@@ -493,7 +493,7 @@ def test_clipping_and_stepping_divided_parameters_is_free_of_dtensors(divided):
     assert optimizer.state[parameter]["exp_avg"].to_local().abs().sum() > 0
 
 
-LONG = ["--max_iters=100000", "--eval_interval=50", "--eval_iters=1"]
+LONG = ["--max_iters=100000", "--eval_interval=10", "--eval_iters=1"]
 
 
 def test_f31_sigterm_to_torchrun_saves_once(torchrun, launch, tmp_path):
@@ -516,14 +516,13 @@ def test_a_dead_process_ends_the_run_and_max_restarts_resumes_it(torchrun, tmp_p
     wait_for(lambda: (tmp_path / "ckpt.pt").exists())
     os.kill(workers(process)[1], signal.SIGKILL)
     seen = max(entries(tmp_path, "iter"))
-    wait_for(lambda: max(entries(tmp_path, "iter"), default=0) > seen + 100)  # it went on
+    wait_for(lambda: max(entries(tmp_path, "iter"), default=0) > seen + 10)  # it went on
     os.kill(workers(process)[0], signal.SIGKILL)
     began = time.monotonic()
     shown = process.stdout.read()
     assert process.wait(60) != 0 and time.monotonic() - began < 60
     assert "init_from=resume" in shown
-    saved = checkpoint.load(tmp_path / "ckpt.pt")["iter_num"]
-    assert saved >= 50
+    assert checkpoint.load(tmp_path / "ckpt.pt")["iter_num"] > seen
     iterations = [e["iter"] for e in read_metrics(tmp_path / "metrics.jsonl") if "loss" in e]
     assert iterations == list(range(len(iterations)))  # one entry each, none missing
 
