@@ -10,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import forked
 import pytest
 
 ROOT = Path(__file__).parents[1]
@@ -21,9 +22,6 @@ os.environ["OMP_NUM_THREADS"] = "1"  # several tests run at a time; more threads
 from steady import folder  # noqa: E402
 from steady.prepare import split_text, write_dataset  # noqa: E402
 from steady.tokenizer import CharTokenizer  # noqa: E402
-
-import torch  # noqa: E402
-import torch._functorch.config  # noqa: E402
 
 # Sums such as "12+34=46": learnable, and the same on every machine.
 SUMS = "".join(f"{a}+{b}={a + b}\n" for a, b in ((i * 7 % 100, i * 13 % 97) for i in range(2000)))
@@ -125,10 +123,34 @@ def start():
         process.communicate()
 
 
+@pytest.fixture
+def fork(tmp_path_factory):
+    """The same for scripts whose start does not matter, in a process that has imported torch;
+    `code` runs before the script."""
+    processes = []
+
+    def fork_script(script: str, *arguments: object, code="", **environment) -> forked.Forked:
+        pipe = tmp_path_factory.mktemp("fork") / "output"
+        os.mkfifo(pipe)
+        command = [script, *map(str, arguments)] if script else []
+        processes.append(forked.start(command, os.environ | environment, pipe, code))
+        processes[-1].stdout = pipe.open(encoding="utf-8")
+        return processes[-1]
+
+    yield fork_script
+    for process in processes:
+        process.kill()
+        process.stdout.close()
+        process.join()
+
+
 @pytest.fixture(autouse=True)
 def fresh_torch():
     """Settings as at the start of a process, but one thread: small tensors are fastest so, and sums
     then come in one order."""
+    import torch  # not by the process that gives others their tests
+    import torch._functorch.config
+
     torch.set_num_threads(1)
     torch.set_float32_matmul_precision("highest")
     torch._functorch.config.activation_memory_budget = 1.0

@@ -1,38 +1,66 @@
-"""train.py in processes that begin with torch imported, which saves half of a small run's time."""
+"""Scripts in processes that begin with torch and this project imported: most of a small run's time
+is that. What a script does until then is tested in processes that start with nothing."""
 
+import contextlib
 import multiprocessing
 import os
 import runpy
 import sys
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 
+ROOT = Path(__file__).parents[1]
+
 context = multiprocessing.get_context("forkserver")
-context.set_forkserver_preload(["torch", "torch._dynamo", "torch.distributed.fsdp"])
+# What train.py imports, and what torch imports when it is first used. (Those of the project are
+# found in the folder that the tests are started in; what is not found is imported later.)
+context.set_forkserver_preload(
+    ["torch", "torch._dynamo", "torch.distributed.fsdp", "convert", "steady.environment",
+     "steady.generate", "steady.memory", "steady.optim", "steady.profiler", "steady.recompute",
+     "steady.runlog", "steady.stop"]
+)  # fmt: skip
 
 
-def start(
-    arguments: list[str], environment: dict[str, str], output: Path, code: str = ""
-) -> BaseProcess:
-    """`python train.py arguments > output 2>&1`; `code` runs before it, in its process."""
-    process = context.Process(target=_train, args=(arguments, environment, output, code))
+class Forked(context.Process):
+    """With the methods of a subprocess.Popen that tests use."""
+
+    def wait(self, timeout: float | None = None) -> int | None:
+        self.join(timeout)
+        return self.exitcode
+
+    def poll(self) -> int | None:
+        return self.exitcode
+
+    def send_signal(self, signum: int) -> None:
+        with contextlib.suppress(ProcessLookupError):  # it has ended
+            os.kill(self.pid, signum)
+
+
+def start(command: list[str], environment: dict[str, str], output: Path, code: str = "") -> Forked:
+    """`python command > output 2>&1`; `code` runs before it, in its process. Without a command it
+    is all that runs."""
+    process = Forked(target=_run, args=(command, environment, output, code))
     process.start()
     return process
 
 
-def _train(arguments: list[str], environment: dict[str, str], output: Path, code: str) -> None:
+def _run(command: list[str], environment: dict[str, str], output: Path, code: str) -> None:
     os.environ.clear()
     os.environ.update(environment)
+    os.chdir(ROOT)
     with output.open("w") as file:
         for stream in (1, 2):
             os.dup2(file.fileno(), stream)
+    # the server's own may be of another kind
+    sys.stdout = sys.__stdout__ = open(1, "w", encoding="utf-8", closefd=False)
+    sys.stderr = sys.__stderr__ = open(2, "w", encoding="utf-8", closefd=False)
     import torch
 
     torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))  # read when it was imported
-    sys.argv = ["train.py", *arguments]
-    exec(code, {})
+    sys.argv = command or ["-c"]
     try:
-        runpy.run_path("train.py", run_name="__main__")
-    except Exception:
+        exec(code, {})
+        if command:
+            runpy.run_path(command[0], run_name="__main__")
+    except (Exception, KeyboardInterrupt):
         sys.excepthook(*sys.exc_info())  # multiprocessing would print the whole trace
         sys.exit(1)

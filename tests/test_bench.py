@@ -7,8 +7,8 @@ import pytest
 from conftest import ROOT, TINY
 
 
-def test_bench_times_the_real_training_step(start):
-    process = start(
+def test_bench_times_the_real_training_step(fork):
+    process = fork(
         "bench.py", *TINY, "--vocab_size=64", "--steps=3", "--warmup_steps=2", "--memory"
     )
     shown = process.stdout.read()
@@ -19,17 +19,17 @@ def test_bench_times_the_real_training_step(start):
     assert 0.5 < tokens_per_s * float(values["ms per step"]) / 1e3 / (4 * 16) < 2
 
 
-def test_bench_takes_the_vocabulary_of_the_data_set(start, sums):
-    process = start("bench.py", *TINY, f"--dataset={sums}", "--steps=1", "--warmup_steps=1")
+def test_bench_takes_the_vocabulary_of_the_data_set(fork, sums):
+    process = fork("bench.py", *TINY, f"--dataset={sums}", "--steps=1", "--warmup_steps=1")
     shown = process.stdout.read()
     assert process.wait() == 0, shown
     assert "vocabulary 13 of 64" in shown
 
 
-def test_bench_passes_on_what_train_says_when_it_fails(start):
-    process = start("bench.py", *TINY, "--n_head=3")
-    assert process.wait() == 1
+def test_bench_passes_on_what_train_says_when_it_fails(fork):
+    process = fork("bench.py", *TINY, "--n_head=3")
     shown = process.stdout.read()
+    assert process.wait() == 1
     assert "error: n_embd=32 is not divisible by n_head=3" in shown
     assert shown.endswith("\nerror: train.py ended after 0 of 16 steps, see above\n")
 
@@ -41,25 +41,25 @@ def test_bench_refuses_a_vocabulary_that_no_token_file_can_hold(run, vocab_size)
         run("bench.py", *TINY, f"--vocab_size={vocab_size}")
 
 
-def test_compare_finds_a_slower_model(start, tmp_path):
+def test_compare_finds_a_slower_model(fork, tmp_path):
     shutil.copytree(ROOT / "steady", tmp_path / "steady")
     fast = (ROOT / "model.py").read_text(encoding="utf-8")
     slow = fast.replace("T = tokens.shape[1]", "__import__('time').sleep(0.1); T = tokens.shape[1]")
     assert slow != fast
     (tmp_path / "model.py").write_text(slow, encoding="utf-8")
     arguments = ["--vocab_size=64", f"--folders=.,{tmp_path}", "--rounds=4", "--steps=2"]
-    process = start("dev/compare.py", *TINY, *arguments)
+    process = fork("dev/compare.py", *TINY, *arguments)
     shown = process.stdout.read()
     assert process.wait() == 0, shown
     difference, error = re.search(r"([+-][\d.]+) \(([\d.]+)\)$", shown, re.MULTILINE).groups()
     assert 90 < float(difference) < 200 and float(error) < 25
 
 
-def test_time_to_loss_compares_ours_with_the_plain_baseline(start, sums, tmp_path):
+def test_time_to_loss_compares_ours_with_the_plain_baseline(fork, sums, tmp_path):
     for name in ("val.bin", "meta.json"):
         shutil.copy(sums / name, tmp_path)
     (tmp_path / "train.bin.xz").write_bytes(lzma.compress((sums / "train.bin").read_bytes()))
-    process = start(
+    process = fork(
         "dev/time_to_loss.py", f"--data={tmp_path}", "--size=tiny", "--block_size=16",
         "--micro_batch=4", "--eval_windows=8", "--eval_interval=5", "--device=cpu",
         "--compile=False", "--gpus=2", f"--out={tmp_path}/runs.jsonl", "--baseline=0.1k:1e-4:768:2",

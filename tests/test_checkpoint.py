@@ -4,15 +4,15 @@ import pickle
 import random
 import re
 import shutil
-import subprocess
 import sys
+import time
 
 from steady import checkpoint
 from steady.distributed import Place
 
 import pytest
 import torch
-from conftest import ROOT, TINY
+from conftest import TINY
 
 
 def test_round_trip(tmp_path):
@@ -86,6 +86,7 @@ FULL_DISK = """
 import resource, signal, sys, torch
 from steady import checkpoint
 from pathlib import Path
+path = Path({path!r})
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
 try:
@@ -95,43 +96,42 @@ except (OSError, RuntimeError) as error:
 """
 
 
-def save_with_full_disk(folder, save):
-    script = FULL_DISK.format(save=save)
-    return subprocess.run([sys.executable, "-c", script, str(folder / "ckpt.pt")], cwd=ROOT,
-                          stderr=subprocess.DEVNULL).returncode  # fmt: skip
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="limits the file size as Linux does")
-def test_f30_full_disk_keeps_the_old_checkpoint(tmp_path):
+def test_f30_full_disk_keeps_the_old_checkpoint(fork, tmp_path):
     path = tmp_path / "ckpt.pt"
+
+    def save_with_full_disk(save):
+        return fork("", code=FULL_DISK.format(path=str(path), save=save)).wait()
+
     checkpoint.save(path, {"iter_num": 1})
     big = "{'iter_num': 2, 'w': torch.randn(100_000)}"
-    assert save_with_full_disk(tmp_path, f"checkpoint.save(Path(sys.argv[1]), {big})") == 3
+    assert save_with_full_disk(f"checkpoint.save(path, {big})") == 3
     assert checkpoint.read(path)["iter_num"] == 1
     assert os.listdir(tmp_path) == ["ckpt.pt"]
-    assert save_with_full_disk(tmp_path, f"torch.save({big}, sys.argv[1])") != 0
+    assert save_with_full_disk(f"torch.save({big}, path)") != 0
     with pytest.raises(ValueError, match="damaged"):  # the naive way destroyed it
         checkpoint.load(path)
 
 
-def test_f30_kill_while_saving_keeps_a_whole_checkpoint(tmp_path):
+def test_f30_kill_while_saving_keeps_a_whole_checkpoint(fork, tmp_path):
+    """At moments spread over the time that a save takes."""
     path = tmp_path / "ckpt.pt"
-    checkpoint.save(path, {"iter_num": 0, "w": torch.zeros(2_000_000)})
-    script = (
-        "import sys, itertools, torch; from pathlib import Path; from steady import checkpoint\n"
+    code = (
+        "import itertools, torch; from pathlib import Path; from steady import checkpoint\n"
         "w = torch.zeros(2_000_000)\n"
         "for i in itertools.count(1):\n"
-        "    checkpoint.save(Path(sys.argv[1]), {'iter_num': i, 'w': w}); print(i, flush=True)\n"
+        f"    checkpoint.save(Path({str(path)!r}), {{'iter_num': i, 'w': w}})\n"
+        "    print(i, flush=True)\n"
     )
-    process = subprocess.Popen(
-        [sys.executable, "-c", script, str(path)], cwd=ROOT, stdout=subprocess.PIPE
-    )
-    for _ in range(5):
+    for part in range(8):
+        process = fork("", code=code)
         process.stdout.readline()
-    process.kill()
-    process.wait()
-    process.stdout.close()
-    assert checkpoint.read(path)["iter_num"] >= 5
+        began = time.perf_counter()
+        process.stdout.readline()
+        time.sleep((time.perf_counter() - began) * part / 8)
+        process.kill()
+        process.wait()
+        assert checkpoint.read(path)["iter_num"] >= 2
 
 
 def test_differing_architecture_names_the_keys(tmp_path):

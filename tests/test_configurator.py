@@ -208,9 +208,9 @@ def test_f35_help_lists_every_key_with_default_and_comment(settings, tmp_path, m
     assert "--rate=0.0006" in shown
 
 
-def test_a_file_that_cannot_be_written_is_one_line(start):
-    process = start("data/text/prepare.py", f"--input={__file__}", "--tokenizer=byte",
-                    "--out=/dev/null/folder")  # fmt: skip
+def test_a_file_that_cannot_be_written_is_one_line(fork):
+    process = fork("data/text/prepare.py", f"--input={__file__}", "--tokenizer=byte",
+                   "--out=/dev/null/folder")  # fmt: skip
     assert process.stdout.read() == "error: [Errno 20] Not a directory: '/dev/null/folder/shards'\n"
     assert process.wait() == 1
 

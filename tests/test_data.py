@@ -71,13 +71,14 @@ def test_split_keeps_every_character():
     assert split_text("0123456789") == {"train": ["012345678"], "val": ["9"]}
 
 
-def prepare(start, script, *arguments):
-    process = start(script, *arguments)
-    return process.wait(), process.stdout.read()
+def prepare(fork, script, *arguments):
+    process = fork(script, *arguments)
+    shown = process.stdout.read()
+    return process.wait(), shown
 
 
-def test_f29_stdlib_char_is_real_text_with_json_metadata(start, tmp_path):
-    code, shown = prepare(start, "data/stdlib_char/prepare.py", f"--out={tmp_path}")
+def test_f29_stdlib_char_is_real_text_with_json_metadata(fork, tmp_path):
+    code, shown = prepare(fork, "data/stdlib_char/prepare.py", f"--out={tmp_path}")
     assert code == 0, shown
     meta = json.loads((tmp_path / "meta.json").read_text(encoding="utf-8"))
     assert meta["tokens"]["train"] > 1_000_000 and meta["tokens"]["val"] > 100_000
@@ -86,10 +87,10 @@ def test_f29_stdlib_char_is_real_text_with_json_metadata(start, tmp_path):
     assert not list(tmp_path.glob("*.pkl"))
 
 
-def test_shakespeare_char_takes_a_local_copy(start, tmp_path):
+def test_shakespeare_char_takes_a_local_copy(fork, tmp_path):
     text = "First Citizen:\nBefore we proceed any further, hear me speak.\n" * 20
     (tmp_path / "input.txt").write_text(text, encoding="utf-8")
-    code, shown = prepare(start, "data/shakespeare_char/prepare.py",
+    code, shown = prepare(fork, "data/shakespeare_char/prepare.py",
                           f"--input={tmp_path / 'input.txt'}", f"--out={tmp_path}")  # fmt: skip
     assert code == 0, shown
     tokenizer = from_meta(read_meta(tmp_path))
@@ -98,9 +99,9 @@ def test_shakespeare_char_takes_a_local_copy(start, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["shakespeare_char", "shakespeare"])
-def test_download_failure_is_one_line_that_says_what_to_do(start, tmp_path, name, monkeypatch):
+def test_download_failure_is_one_line_that_says_what_to_do(fork, tmp_path, name, monkeypatch):
     monkeypatch.setenv("https_proxy", "http://127.0.0.1:9")  # nobody listens there
-    code, shown = prepare(start, f"data/{name}/prepare.py", f"--out={tmp_path}")
+    code, shown = prepare(fork, f"data/{name}/prepare.py", f"--out={tmp_path}")
     assert code == 1 and shown.count("\n") == 1
     assert shown.startswith("error: cannot download") and "--input=FILE" in shown
 

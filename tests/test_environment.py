@@ -170,19 +170,6 @@ def test_report_runs_without_torch_and_without_a_compiler(tmp_path):
     assert any(line.startswith(" " * 9) for line in lines)  # a long finding goes on below
 
 
-def test_training_modules_need_torch_and_numpy_only():
-    script = (
-        "import sys\n"
-        "for name in ('tiktoken', 'datasets', 'wandb', 'tqdm', 'transformers', 'tokenizers'):\n"
-        "    sys.modules[name] = None\n"
-        "from steady import checkpoint, dataloader, distributed, environment, generate, hardware\n"
-        "from steady import loss, memory, optim, profiler, recompute, runlog, stop, tokenizer\n"
-        "import configurator, convert, model\n"
-    )
-    found = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True)
-    assert found.returncode == 0, found.stderr
-
-
 def test_f05_a_mode_that_cannot_help_here_is_said_at_the_start(monkeypatch):
     few = type("Properties", (), {"multi_processor_count": 40})()
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Small GPU")

@@ -34,7 +34,7 @@ def fork(tmp_path):
     running = []
 
     def start(arguments, code=""):
-        arguments = [*arguments, f"--out_dir={tmp_path}"]
+        arguments = ["train.py", *arguments, f"--out_dir={tmp_path}"]
         running.append(forked.start(arguments, dict(os.environ), tmp_path / "output.txt", code))
         return running[-1]
 

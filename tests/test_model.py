@@ -513,7 +513,7 @@ def test_f52_compiled_code_computes_the_same_gradients(kind, way, monkeypatch):
     compile = torch.compile
     monkeypatch.setattr(torch, "compile", lambda f, mode, dynamic: compile(f, **options))
     torch._dynamo.reset()
-    model = tiny(n_layer=3)
+    model = tiny()
     tokens, targets = tokens_for(model), tokens_for(model).flip(0)
     expected = model(tokens, targets)
     expected.backward()

@@ -1,6 +1,5 @@
 """sample.py as a user runs it."""
 
-import json
 import os
 import shutil
 
@@ -94,9 +93,9 @@ def test_bad_input_is_one_clear_line(run, trained, argument, message):
         sample(run, trained, *argument.split(" "))
 
 
-def test_one_sample_streams_and_equals_the_same_sample_in_one_piece(start, run, trained):
-    process = start("sample.py", f"--out_dir={trained}", "--device=cpu", "--num_samples=1",
-                    "--start=1", "--max_new_tokens=4000")  # fmt: skip
+def test_one_sample_streams_and_equals_the_same_sample_in_one_piece(fork, run, trained):
+    process = fork("sample.py", f"--out_dir={trained}", "--device=cpu", "--num_samples=1",
+                   "--start=1", "--max_new_tokens=4000")  # fmt: skip
     assert process.stdout.readline().startswith("#")
     early = process.stdout.read(40)  # comes long before all is decoded
     assert len(early) == 40
@@ -105,25 +104,35 @@ def test_one_sample_streams_and_equals_the_same_sample_in_one_piece(start, run, 
     assert whole.startswith(early) and len(whole.removesuffix("\n")) == 61
 
 
+IN_TURN = """
+import json, runpy, sys
+from pathlib import Path
+root, folder = map(Path, sys.argv[1:])
+sys.path.insert(0, str(root))
+def run(script, *arguments):
+    sys.argv = [script, *arguments]
+    runpy.run_path(str(root / script), run_name="__main__")
+run("data/text/prepare.py", f"--input={folder / 'text.txt'}", "--tokenizer=char",
+    f"--out={folder / 'data'}")
+meta = folder / "data" / "meta.json"  # as another program might write it: not in ASCII
+content = json.loads(meta.read_text(encoding="utf-8"))
+meta.write_text(json.dumps(content, ensure_ascii=False), encoding="utf-8")
+run("train.py", *TINY, f"--dataset={folder / 'data'}", f"--out_dir={folder}", "--max_iters=1")
+run("sample.py", f"--out_dir={folder}", "--device=cpu", f"--start=FILE:{folder / 'prompt.txt'}",
+    "--max_new_tokens=20")
+print("all have ended")
+"""
+
+
 def test_f39_characters_of_several_bytes_in_any_locale(start, tmp_path):
     """Text is read and written as UTF-8 even where that is not the locale's encoding."""
-    text = "naïve 你好 🙂\n" * 60
-    (tmp_path / "text.txt").write_text(text, encoding="utf-8")
-    old = {"PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "LC_ALL": "C", "PYTHONIOENCODING": ""}
-    prepare = start("data/text/prepare.py", f"--input={tmp_path / 'text.txt'}",
-                    "--tokenizer=char", f"--out={tmp_path / 'data'}", **old)  # fmt: skip
-    assert prepare.wait() == 0, prepare.stdout.read()
-    meta = tmp_path / "data" / "meta.json"  # as another program might write it: not in ASCII
-    content = json.loads(meta.read_text(encoding="utf-8"))
-    meta.write_text(json.dumps(content, ensure_ascii=False), encoding="utf-8")
-    train = start("train.py", *TINY, f"--dataset={tmp_path / 'data'}", f"--out_dir={tmp_path}",
-                  "--max_iters=1", **old)  # fmt: skip
-    assert train.wait() == 0, train.stdout.read()
+    (tmp_path / "text.txt").write_text("naïve 你好 🙂\n" * 60, encoding="utf-8")
     (tmp_path / "prompt.txt").write_text("你", encoding="utf-8")
-    prompt = f"--start=FILE:{tmp_path / 'prompt.txt'}"
-    sample = start("sample.py", f"--out_dir={tmp_path}", "--device=cpu", prompt,
-                   "--max_new_tokens=20", **old)  # fmt: skip
-    assert sample.wait() == 0, sample.stdout.read()
+    (tmp_path / "in_turn.py").write_text(f"TINY = {TINY}{IN_TURN}", encoding="utf-8")
+    old = {"PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "LC_ALL": "C", "PYTHONIOENCODING": ""}
+    process = start(tmp_path / "in_turn.py", ROOT, tmp_path, **old)
+    shown = process.stdout.read()
+    assert process.wait() == 0 and shown.endswith("all have ended\n"), shown
 
 
 def test_bytes_of_one_character_are_shown_together(run, tmp_path):
@@ -167,8 +176,8 @@ def test_nanogpts_two_commands_work_one_after_the_other(run, sums, tmp_path, mon
         run("sample.py", "typo.py")
 
 
-def test_what_was_loaded_is_said(start, trained):
-    process = start("sample.py", f"--out_dir={trained}", "--device=cpu", "--max_new_tokens=1")
+def test_what_was_loaded_is_said(fork, trained):
+    process = fork("sample.py", f"--out_dir={trained}", "--device=cpu", "--max_new_tokens=1")
     said = process.stdout.readline().rstrip()
     process.wait()
     best = checkpoint.load(trained / "best.pt")

@@ -272,10 +272,10 @@ def test_one_metrics_entry_per_iteration_after_a_crash(run, sums, tmp_path):
 
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
 def test_f31_signal_saves_says_how_to_resume_and_resuming_is_exact(
-    start, run, sums, tmp_path, signum
+    fork, run, sums, tmp_path, signum
 ):
     arguments = [*TINY, f"--dataset={sums}", "--max_iters=400", "--dropout=0.1"]
-    process = start("train.py", *arguments, f"--out_dir={tmp_path / 'parts'}")
+    process = fork("train.py", *arguments, f"--out_dir={tmp_path / 'parts'}")
     stop_at = random.randrange(5, 60)
     for line in process.stdout:
         if line.startswith(f"iter {stop_at:6d} | loss"):
@@ -295,9 +295,9 @@ def test_f31_signal_saves_says_how_to_resume_and_resuming_is_exact(
     assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
 
 
-def test_second_signal_stops_at_once(start, sums, tmp_path):
+def test_second_signal_stops_at_once(fork, sums, tmp_path):
     more = [f"--dataset={sums}", f"--out_dir={tmp_path}", "--eval_iters=100000"]
-    process = start("train.py", *TINY, *more)
+    process = fork("train.py", *TINY, *more)
     for line in process.stdout:
         if line.startswith("settings"):
             break
@@ -464,14 +464,20 @@ def test_wandb_gets_every_entry_and_a_resumed_run_is_the_same_run(run, sums, tmp
     assert started[0]["config"]["n_layer"] == 2
 
 
-def test_a_lost_terminal_is_like_sigterm(sums, tmp_path):
+def test_a_lost_terminal_is_like_sigterm(fork, sums, tmp_path):
     terminal, ours = pty.openpty()
-    owner = "import fcntl, runpy, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); "
-    command = [sys.executable, "-c", owner + "runpy.run_path('train.py', run_name='__main__')"]
-    process = subprocess.Popen(
-        [*command, *TINY, f"--dataset={sums}", f"--out_dir={tmp_path}", "--max_iters=100000"],
-        cwd=ROOT, stdin=ours, stdout=ours, stderr=ours, start_new_session=True,
-    )  # fmt: skip
+    code = f"""
+import fcntl, os, termios
+os.setsid()
+terminal = os.open({os.ttyname(ours)!r}, os.O_RDWR)
+fcntl.ioctl(terminal, termios.TIOCSCTTY, 0)
+for stream in range(3):
+    os.dup2(terminal, stream)
+os.close(terminal)
+"""
+    arguments = [*TINY, f"--dataset={sums}", f"--out_dir={tmp_path}", "--max_iters=100000"]
+    process = fork("train.py", *arguments, code=code)
+    assert process.stdout.read() == ""  # it has no other terminal any more, so ours can be closed
     os.close(ours)
     shown = b""
     while b"iter      5" not in shown:
