@@ -72,28 +72,31 @@ def use_float8(
     Raises ValueError where FP8 cannot be had or would be slower.
     """
     check(model.config, model.token_embedding.weight.device, dtype, here)
-    layers = [module for module in model.blocks.modules() if isinstance(module, nn.Linear)]
-    # compiled, it takes half of the memory traffic
-    make_copy = compiled_if_possible(copy_weight) if plan.compiled else copy_weight
-    for layer in layers:
-        copy = torch.empty_like(layer.weight, dtype=E4M3)
-        layer.register_buffer("weight8", copy, persistent=False)
-        layer.register_buffer("weight8_scale", copy.new_empty((), dtype=torch.float32), False)
+    blocks = []
+    for block in model.blocks:
+        layers = [module for module in block.modules() if isinstance(module, nn.Linear)]
+        for layer in layers:
+            layer.weight8 = torch.empty_like(layer.weight, dtype=E4M3)
+            layer.weight8_scale = layer.weight.new_empty(())
+        blocks.append([(layer.weight, layer.weight8, layer.weight8_scale) for layer in layers])
+    # compiled, it takes half of the memory traffic; one call per block, since each takes time
+    write = compiled_if_possible(write_copies, dynamic=False) if plan.compiled else write_copies
 
     @torch.no_grad()
-    def make_copies(*_):
-        for layer in layers:
-            make_copy(layer.weight, layer.weight8, layer.weight8_scale)
+    def after_step(*_):
+        for weights_and_copies in blocks:
+            write(weights_and_copies)
 
-    make_copies()
-    optimizer.register_step_post_hook(make_copies)
+    after_step()
+    optimizer.register_step_post_hook(after_step)
 
 
-def copy_weight(weight: Tensor, weight8: Tensor, weight8_scale: Tensor) -> Tensor:
-    """Write the FP8 copy of `weight`, and its scale."""
-    scale = scale_of(weight, E4M3)
-    weight8_scale.copy_(scale)
-    return weight8.copy_(cast(weight, scale, E4M3))
+def write_copies(weights_and_copies: list[tuple[Tensor, Tensor, Tensor]]) -> None:
+    """Of every weight, write the FP8 copy and its scale."""
+    for weight, weight8, weight8_scale in weights_and_copies:
+        scale = scale_of(weight, E4M3)
+        weight8_scale.copy_(scale)
+        weight8.copy_(cast(weight, scale, E4M3))
 
 
 def scale_of(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -111,7 +114,7 @@ def cast(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 def linear(x: Tensor, weight: Tensor, weight8: Tensor, weight8_scale: Tensor) -> Tensor:
     """x (..., in) @ weight.T (in, out) in FP8; returns (..., out) in bfloat16.
 
-    weight8, weight8_scale: see `copy_weight`. The weight's gradient is in float32.
+    weight8, weight8_scale: see `write_copies`. The weight's gradient is in float32.
     """
     rows = x.flatten(0, -2).bfloat16()
     return _Linear.apply(rows, weight, weight8, weight8_scale).unflatten(0, x.shape[:-1])

@@ -26,7 +26,8 @@ class Linear(nn.Linear):
 
     def __init__(self, in_features: int, out_features: int):
         super().__init__(in_features, out_features, bias=False)
-        self.register_buffer("weight8", None, persistent=False)
+        for name in ("weight8", "weight8_scale"):
+            self.register_buffer(name, None, persistent=False)
 
     def reset_parameters(self) -> None:
         """Nothing: GPT.init_weights draws them, and drawing twice takes seconds."""

@@ -121,10 +121,8 @@ def estimate(
     block = 4 * width + 2 * q_width + 2 * kv_width + 3 * config.n_hidden
     if not step.plan.compiled:  # also the gate's SiLU, and the norms' inputs in float32
         block += config.n_hidden + (2 * width if size < 4 else 0)
-    elif step.shards > 1:  # compiled with a budget: norms' outputs and the product are recomputed
+    elif step.shards > 1 or step.fp8:  # norms' outputs and the product are recomputed
         block -= config.n_hidden + 2 * width
-    if step.fp8:  # also what was multiplied, a byte each, but not the product
-        block -= (2 * width + config.n_hidden) // 2
     if step.dtype == torch.float16:  # the residual stream stays in float32
         block += 2 * width
     per_block = {
@@ -146,7 +144,7 @@ def estimate(
         copied = min(1, 2 * together / config.n_layer)
     else:  # all, from forward to backward
         copied = gathered or size < 4
-    copies = size * in_blocks * copied + step.fp8 * in_blocks
+    copies = (1 if step.fp8 else size * copied) * in_blocks
     weights = 4 * step.n_params / step.shards
     state = 2 * weights  # AdamW's two moments
     working = 0

@@ -98,18 +98,18 @@ class Muon(AdamW):
             torch._foreach_sub_(weights, change.unbind())
 
 
-def compiled_if_possible(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """`function`, compiled for all shapes at once; as it is where that fails, which is no reason to
-    end a run. (Compiling fails before anything is computed.)"""
-    compiled = torch.compile(function, dynamic=True)
+def compiled_if_possible(function: Callable, dynamic: bool = True) -> Callable:
+    """`function`, compiled for all shapes at once (`dynamic`) or each; as it is where that fails,
+    which is no reason to end a run. (Compiling fails before anything is computed.)"""
+    compiled = torch.compile(function, dynamic=dynamic)
 
-    def call(*tensors: Tensor) -> Tensor:
+    def call(*arguments: Any) -> Any:
         nonlocal compiled
         try:
-            return compiled(*tensors)
+            return compiled(*arguments)
         except torch._dynamo.exc.TorchDynamoException:
             compiled = function
-            return function(*tensors)
+            return function(*arguments)
 
     return call
 

@@ -56,9 +56,9 @@ def errors_of_a_layer(x, grad, use):
     exact.backward(grad.double())
     if use:
         layer.weight8 = torch.empty_like(layer.weight, dtype=float8.E4M3)
-        layer.register_buffer("weight8_scale", torch.empty(()), persistent=False)
+        layer.weight8_scale = torch.empty(())
         with torch.no_grad():
-            float8.copy_weight(layer.weight, layer.weight8, layer.weight8_scale)
+            float8.write_copies([(layer.weight, layer.weight8, layer.weight8_scale)])
     x = x.clone().requires_grad_()
     with torch.autocast("cpu", torch.bfloat16):
         y = layer(x)

@@ -143,6 +143,13 @@ def test_estimate_is_within_a_tenth_of_what_was_measured(
     assert sum(parts.values()) == pytest.approx(measured, rel=0.10)
 
 
+def test_estimate_knows_fp8():
+    for batch_size, measured in ((8, 32.99), (16, 46.71)):  # on an H200
+        step = StepShape(LARGE, batch_size, torch.bfloat16, COMPILED, Place(), fp8=True)
+        parts = estimate(step, batch_size, "none")
+        assert sum(parts.values()) == pytest.approx(measured, rel=0.05)
+
+
 def test_estimate_counts_one_moment_of_the_matrices_with_muon():
     parts = estimate(gpt2_step(32, muon=True), 32, "none")
     matrices = GPT2_PARAMS - 50304 * 768
