@@ -190,6 +190,8 @@ def write_pretrained(saved: dict[str, Any], folder: Path, dtype: torch.dtype) ->
         "bos_token_id": end_of_text,
         "eos_token_id": end_of_text,
     }
+    if folder.is_file():
+        raise ValueError(f"--to={folder} is a file: name a folder")
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(theirs, indent=2) + "\n", encoding="utf-8")
     weights = {

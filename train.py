@@ -38,7 +38,7 @@ eval_iters = 200  # batches per evaluation and split, always the same ones
 eval_only = False  # evaluate once and exit
 log_interval = 1  # iterations between log lines
 sample_interval = 0  # iterations between printed samples; 0: none
-always_save_checkpoint = True  # save at every evaluation; False: only after a better one
+always_save_checkpoint = True  # ckpt.pt at every evaluation; False: after better ones, at the end
 # wandb
 wandb_log = False  # log to Weights & Biases too (WANDB_MODE=offline needs no account)
 wandb_project = "owt"  # its project
@@ -80,7 +80,7 @@ device = "auto"  # auto, cpu, cuda, cuda:N, mps
 dtype = "auto"  # auto, float32, bfloat16, float16: what matrix products are computed in
 compile = True  # torch.compile the model; falls back with a line that says why
 compile_mode = "default"  # default, reduce-overhead, max-autotune, max-autotune-no-cudagraphs
-fp8 = False  # blocks' products in FP8, on GPUs that have it and models of 1024 and wider
+fp8 = False  # the blocks' products in FP8: NVIDIA Ada and newer, n_embd of 1024 or more
 activation_checkpointing = "none"  # recompute for memory: none, selective (not attention), block
 parallel = "ddp"  # several processes: ddp, or fsdp to divide a model too large for one GPU
 backend = "auto"  # between processes: auto, nccl, gloo
@@ -124,7 +124,12 @@ model_config = GPTConfig(**start.model_config)
 config |= {key: value for key, value in start.model_config.items() if key in config}
 train_file, val_file = data.open(block_size, model_config.vocab_size)
 
-memory.require_room(model_config, dtype, plan, here, device)
+# the global batch, which stays as it is however it will be split
+sequences_per_iter = batch_size * gradient_accumulation_steps
+sequences_per_process = sequences_per_iter // here.world_size
+step_shape = memory.StepShape(model_config, sequences_per_process, dtype, plan, here,
+                              muon=optimizer == "muon", fp8=fp8)  # fmt: skip
+memory.require_room(step_shape, device)
 hardware.prepare(device, dtype, model_config.n_embd, block_size)
 raw_model = GPT(model_config)  # what is saved, sampled and counted, however it is compiled below
 if start.weights is not None:
@@ -144,10 +149,7 @@ if fp8:
 iter_num, best_val_loss = start.iter_num, start.best_val_loss
 pretrained_dtype = start.pretrained_dtype
 
-# the global batch, which stays as it is however it will be split
-sequences_per_iter = batch_size * gradient_accumulation_steps
-sequences_per_process = sequences_per_iter // here.world_size
-eval_sequences = eval_iters * batch_size
+eval_sequences = eval_iters * batch_size  # however they will be split
 # where to go on in the data, even if the global batch was another before a resume
 data_offset = start.sequences - iter_num * sequences_per_iter
 del start  # the checkpoint's tensors
@@ -235,8 +237,6 @@ stop_request = StopRequest(alone=here.world_size == 1, announce=here.master)
 # -----------------------------------------------------------------------------
 # find out whether a step fits into memory, and split it further if not: the same global batch,
 # the same data, the same loss curve
-step_shape = memory.StepShape(model_config, sequences_per_process, dtype, plan, here,
-                              muon=isinstance(optimizer, optim.Muon), fp8=fp8)  # fmt: skip
 wanted = memory.Split(batch_size, activation_checkpointing)
 fit = memory.fit(try_step, step_shape, wanted, device, auto_batch)
 model, batch_size = fit.model, fit.split.batch_size

@@ -70,7 +70,7 @@ def copy_checkout(folder: Path) -> None:
     """What git tracks, or where git does not know, all but what it would ignore."""
     listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True)
     if listed.returncode:
-        ignored = shutil.ignore_patterns(".*", "__pycache__", "out*", "wandb", "*.bin")
+        ignored = shutil.ignore_patterns(".*", "__pycache__", "out", "out-*", "wandb", "*.bin")
         shutil.copytree(ROOT, folder, ignore=ignored, dirs_exist_ok=True)
     for name in filter(None, listed.stdout.split("\0")):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)

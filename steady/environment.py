@@ -44,6 +44,9 @@ if torch is not None:
         functorch_config.autograd_cache_allow_custom_autograd_functions = True
 
 GRAPH_MODES = ("reduce-overhead", "max-autotune")  # compile modes that record CUDA graphs
+# the variable that chooses the compiler that torch uses, and what it looks for without it
+CPU_COMPILERS = "CXX", ("g++", "clang++")
+GPU_COMPILERS = "CC", ("cc", "gcc", "clang")
 MAX_PARTS = 12  # of the stack of blocks: fewer take longer to compile, more take longer to run
 MIN_AUTOTUNE_PROCESSORS = 68  # multiprocessors below which torch does not autotune products
 
@@ -129,7 +132,9 @@ def compile_model(
         return model
     if plan.cuda_graphs:
         return compiled(model)
-    model.embed, model.head = compiled(model.embed), compiled(model.head)
+    model.head = compiled(model.head)
+    if model.token_embedding.weight.is_cuda:  # a CPU's code would add gradients up in any order
+        model.embed = compiled(model.embed)
     blocks, together = list(model.blocks), math.ceil(len(model.blocks) / MAX_PARTS)
     parts = [blocks[i : i + together] for i in range(0, len(blocks), together)]
     run, run_uncompiled = compiled(run_in_turn), model.run_blocks
@@ -218,9 +223,7 @@ def compile_obstacle(device: torch.device) -> str | None:
         problem = provide_libcuda()
         if problem:
             return problem
-    variable, compilers = ("CXX", ("g++", "clang++")) if device.type == "cpu" else (
-        "CC", ("cc", "gcc", "clang")
-    )  # fmt: skip
+    variable, compilers = CPU_COMPILERS if device.type == "cpu" else GPU_COMPILERS
     if not find_compiler(variable, compilers):
         chosen = os.environ.get(variable)
         if chosen:
@@ -317,7 +320,8 @@ def report() -> list[tuple[str, str, str]]:
     supported = sys.version_info >= (3, 10)
     row("python", platform.python_version() + ("" if supported else ": 3.10 or newer is needed"),
         "ok" if supported else "problem")  # fmt: skip
-    compiler = find_compiler("CC", ("cc", "gcc", "clang"))
+    on_cpu = torch is None or not torch.cuda.is_available()
+    compiler = find_compiler(*(CPU_COMPILERS if on_cpu else GPU_COMPILERS))
     row("compiler", compiler or "none: torch.compile needs one (apt install build-essential)",
         "ok" if compiler else "warning")  # fmt: skip
     row("Python.h", find_python_header() or "missing: torch.compile needs it (python3-dev)",

@@ -5,7 +5,7 @@ weight's gradient to bfloat16 and converts it back to float32, in which gradient
 the kernel writes its sums as they are: more exact, and a pass over all gradients less.
 """
 
-from steady import float8
+from steady.float8 import float8_linear
 
 import torch
 from torch import Tensor, nn
@@ -38,13 +38,14 @@ class Linear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.in_float8:
-            return float8.linear(x, self.weight, self.weight8, self.weight8_scale)
+            return float8_linear(x, self.weight, self.weight8, self.weight8_scale)
         return linear(x, self.weight)
 
 
 def side_by_side(x: Tensor, *layers: Linear) -> tuple[Tensor, ...]:
     """The outputs of several layers for the same x (B, T, in): one product, which takes less time
-    than several, except for a single token, where copying the weights for it takes longer."""
+    than several, except for a single token, where copying the weights for it takes longer, and in
+    FP8, where every weight has a copy and a scale of its own."""
     if x.shape[1] == 1 or layers[0].in_float8:
         return tuple(layer(x) for layer in layers)
     y = linear(x, torch.cat([layer.weight for layer in layers]))

@@ -29,13 +29,13 @@ if TYPE_CHECKING:
 
 CHECKPOINTING = CHOICES["activation_checkpointing"]
 
-# The estimate has been up to 5% too low and 10% too high. What is tried may exceed what there is by
-# the second; what cannot be tried must leave room for the first, and what is only a gain for more.
-WORTH_TRYING = 1.1
-SURE_TO_FIT = 0.95
-ROOM_TO_SPARE = 0.8
+# Shares of the memory that an estimate may take. It has been up to 5% too low and 10% too high.
+WORTH_TRYING = 1.1  # where a step is tried
+SURE_TO_FIT = 0.95  # where there is no second try
+ROOM_TO_SPARE = 0.8  # where the memory would only make steps faster
 
-OUT_OF_MEMORY = "out of memory"  # in the words of GPUs, their libraries, and CPUs
+OUT_OF_MEMORY = "out of memory"
+# in the words of GPUs, their libraries, and CPUs
 OUT_OF_MEMORY_WORDS = "out of memory|ALLOC_FAILED|can't allocate memory|not enough memory|bad_alloc"
 
 
@@ -144,7 +144,7 @@ def estimate(
         copied = min(1, 2 * together / config.n_layer)
     else:  # all, from forward to backward
         copied = gathered or size < 4
-    copies = (1 if step.fp8 else size * copied) * in_blocks
+    copies = in_blocks * (1 if step.fp8 else size * copied)  # of the blocks' weights, in bytes
     weights = 4 * step.n_params / step.shards
     state = 2 * weights  # AdamW's two moments
     working = 0
@@ -310,15 +310,14 @@ def num_params(config: GPTConfig) -> int:
     return head * (1 if config.tied_embeddings else 2) + config.n_layer * block + width
 
 
-def require_room(
-    config: GPTConfig, dtype: torch.dtype, plan: Plan, here: Place, device: torch.device
-) -> None:
-    """Raises ValueError for a model of which `device` cannot hold a step; nothing is allocated."""
-    n_params, machine_gib = num_params(config), hardware.machine_memory_gib(device)
-    needed = estimate(StepShape(config, 1, dtype, plan, here), 1, "block")
+def require_room(step: StepShape, device: torch.device) -> None:
+    """Raises ValueError for a model of which `device` cannot hold a step of one sequence; nothing
+    is allocated."""
+    machine_gib = hardware.machine_memory_gib(device)
+    needed = estimate(step._replace(sequences=1), 1, "block")
     if sum(needed.values()) > WORTH_TRYING * machine_gib:
         raise ValueError(
-            f"the model has {n_params:,} parameters: a step of one sequence takes about "
+            f"the model has {step.n_params:,} parameters: a step of one sequence takes about "
             f"{describe(needed)}, but {device} has {machine_gib:.2f} GiB: use a smaller n_layer, "
             "n_embd, vocab_size or block_size"
         )

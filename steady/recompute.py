@@ -5,6 +5,7 @@
 one part that is slow to recompute (Korthikanti et al. 2022).
 """
 
+import logging
 from functools import partial
 from types import MethodType
 from typing import Any
@@ -37,6 +38,10 @@ def use_activation_checkpointing(model: nn.Module, kind: str) -> None:
         elif kind != "none":
             forward = keep_attention
         block.forward = MethodType(forward, block)
+
+
+# Torch warns of in-place operations in what is recomputed, there being none or not.
+logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
 
 
 def keep_attention(block: nn.Module, *inputs: Any) -> torch.Tensor:

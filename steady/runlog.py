@@ -3,13 +3,13 @@
 import contextlib
 import json
 import math
+import shlex
 import statistics
 import sys
 import textwrap
 import time
 from itertools import accumulate
 from pathlib import Path
-from shlex import quote
 from typing import Any
 
 from steady import output
@@ -197,9 +197,9 @@ class RunLog:
             line += f", best val loss {best_val_loss:.4f}"
             if best_path.exists():
                 line += f" in {best_path}"
-        return (
-            f"{line}\nto see samples:\n  python sample.py --out_dir={quote(str(self.path.parent))}"
-        )
+        script = str(Path(sys.argv[0]).with_name("sample.py"))
+        sample = shlex.join(["python", script, f"--out_dir={self.path.parent}"])
+        return f"{line}\nto see samples:\n  {sample}"
 
     def close(self) -> None:
         if self.bar is not None:

@@ -514,7 +514,7 @@ def test_a_full_disk_costs_metrics_but_not_the_run(run, sums, tmp_path, monkeypa
 def test_the_command_for_samples_can_be_copied(run, sums, tmp_path):
     out = tmp_path / "a folder"
     command = train(run, out, sums, "--max_iters=1").splitlines()[-1]
-    assert shlex.split(command) == ["python", "sample.py", f"--out_dir={out}"]
+    assert shlex.split(command) == ["python", str(ROOT / "sample.py"), f"--out_dir={out}"]
 
 
 def test_a_sample_from_weights_that_overflowed_ends_in_one_line(run, sums, tmp_path):
