@@ -1,4 +1,4 @@
-"""GPT-2 (124M) shape on OpenWebText, one GPU with 24 GB or more.
+"""GPT-2 (124M) shape on OpenWebText, with nanoGPT's recipe, on one GPU or several.
 
     python train.py config/train_gpt2.py
 

@@ -4,7 +4,9 @@
     python train.py config/train_stdlib_char.py
     python sample.py --out_dir=out-stdlib-char --start="def "
 
-2 to 3 minutes on two CPU cores; validation loss 1.30, where token frequencies alone give 3.10.
+2 to 4 minutes on two CPU cores; validation loss 1.22, where token frequencies alone give 3.10. The
+learning rate is the best of 4e-3, 6e-3 and 9e-3; Muon learns this in a time in which AdamW comes to
+1.30.
 """
 
 out_dir = "out-stdlib-char"
@@ -18,17 +20,19 @@ batch_size = 16
 block_size = 128
 
 n_layer = 4
-n_head = 4
-n_kv_head = 2
+n_head = 2
+n_kv_head = 1
 n_embd = 128
+qk_norm = True
 
-learning_rate = 2e-3
-max_iters = 1500
+optimizer = "muon"
+learning_rate = 6e-3
+max_iters = 1250
 lr_decay_iters = max_iters
 min_lr = 0.0
 lr_schedule = "wsd"
 decay_fraction = 0.4
 beta2 = 0.99
-warmup_iters = 50
+warmup_iters = 0
 
 compile = False  # compiling takes longer than it saves here

@@ -302,7 +302,7 @@ def flags_for_less(step: StepShape, split: Split) -> list[str]:
 
 
 def num_params(config: GPTConfig) -> int:
-    """How many parameters a model has, without building it."""
+    """`GPT.num_params` of such a model, without building it."""
     width, heads = config.n_embd, 2 * config.n_head + 2 * config.n_kv_head
     norms = 2 * width + (2 * config.head_dim if config.qk_norm else 0)
     block = width * (heads * config.head_dim + 3 * config.n_hidden) + norms
