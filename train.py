@@ -124,9 +124,10 @@ model_config = GPTConfig(**start.model_config)
 config |= {key: value for key, value in start.model_config.items() if key in config}
 train_file, val_file = data.open(block_size, model_config.vocab_size)
 
-# the global batch, which stays as it is however it will be split
+# the global batch and an evaluation, which stay as they are however they will be split
 sequences_per_iter = batch_size * gradient_accumulation_steps
 sequences_per_process = sequences_per_iter // here.world_size
+eval_sequences = eval_iters * batch_size
 step_shape = memory.StepShape(model_config, sequences_per_process, dtype, plan, here,
                               muon=optimizer == "muon", fp8=fp8)  # fmt: skip
 memory.require_room(step_shape, device)
@@ -148,8 +149,6 @@ if fp8:
     use_float8(raw_model, optimizer, plan, here, dtype)
 iter_num, best_val_loss = start.iter_num, start.best_val_loss
 pretrained_dtype = start.pretrained_dtype
-
-eval_sequences = eval_iters * batch_size  # however they will be split
 # where to go on in the data, even if the global batch was another before a resume
 data_offset = start.sequences - iter_num * sequences_per_iter
 del start  # the checkpoint's tensors
