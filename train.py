@@ -17,7 +17,7 @@ from pathlib import Path
 
 from steady import checkpoint, distributed, environment, folder, hardware, memory, optim, recompute
 from steady.dataloader import DataLoader, DataSet, TokenFile, validation_batches
-from steady.float8 import use_float8
+from steady.float8 import require_float8, use_float8
 from steady.generate import sample_while_training
 from steady.profiler import Profiler
 from steady.runlog import RunLog
@@ -130,6 +130,7 @@ sequences_per_process = sequences_per_iter // here.world_size
 eval_sequences = eval_iters * batch_size
 step_shape = memory.StepShape(model_config, sequences_per_process, dtype, plan, here,
                               muon=optimizer == "muon", fp8=fp8)  # fmt: skip
+require_float8(step_shape, device)
 memory.require_room(step_shape, device)
 hardware.prepare(device, dtype, model_config.n_embd, block_size)
 raw_model = GPT(model_config)  # what is saved, sampled and counted, however it is compiled below
@@ -146,7 +147,7 @@ scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
 if start.optimizer is not None and not eval_only:
     checkpoint.load_optimizer(optimizer, scaler, start, ckpt_path)
 if fp8:
-    use_float8(raw_model, optimizer, plan, here, dtype)
+    use_float8(raw_model, optimizer, plan)
 iter_num, best_val_loss = start.iter_num, start.best_val_loss
 pretrained_dtype = start.pretrained_dtype
 # where to go on in the data, even if the global batch was another before a resume

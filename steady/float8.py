@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from steady.distributed import Place
 from steady.environment import Plan
 from steady.optim import AdamW, compiled_if_possible
 
@@ -24,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 if TYPE_CHECKING:
-    from model import GPTConfig
+    from steady.memory import StepShape
 
 try:
     import triton
@@ -37,17 +36,20 @@ MIN_WIDTH = 1024  # from which on FP8 makes a step faster (H200, see docs/result
 MULTIPLE = 16  # FP8 kernels take matrices whose sides are multiples of this
 
 
-def check(config: GPTConfig, device: torch.device, dtype: torch.dtype, here: Place) -> None:
-    """Raises ValueError where FP8 cannot be had or would be slower."""
+def require_float8(step: StepShape, device: torch.device) -> None:
+    """Raises ValueError for a step in FP8 that `device` does not have, or that would be slower."""
+    config = step.model_config
+    if not step.fp8:
+        return
     if device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 9):
         raise ValueError(
             f"fp8=True needs a GPU with FP8 units (Ada, Hopper, Blackwell), not {device}: "
             "use fp8=False"
         )
-    if dtype != torch.bfloat16:
-        name = str(dtype).removeprefix("torch.")
+    if step.dtype != torch.bfloat16:
+        name = str(step.dtype).removeprefix("torch.")
         raise ValueError(f"fp8=True goes with dtype=bfloat16, not {name}")
-    if here.shards_model:
+    if step.here.shards_model:
         raise ValueError("fp8=True does not work with parallel=fsdp: use parallel=ddp or fp8=False")
     if config.n_embd < MIN_WIDTH:
         raise ValueError(
@@ -67,15 +69,9 @@ def check(config: GPTConfig, device: torch.device, dtype: torch.dtype, here: Pla
 
 
 @torch.no_grad()
-def use_float8(
-    model: nn.Module, optimizer: AdamW, plan: Plan, here: Place, dtype: torch.dtype
-) -> None:
+def use_float8(model: nn.Module, optimizer: AdamW, plan: Plan) -> None:
     """Have the linear layers of `model`'s blocks multiply in FP8 when training; their copies of the
-    weights are made now and after every step of `optimizer`. Decide before compiling.
-
-    Raises ValueError where FP8 cannot be had or would be slower.
-    """
-    check(model.config, model.token_embedding.weight.device, dtype, here)
+    weights are made now and after every step of `optimizer`. Decide before compiling."""
     blocks = []
     for block in model.blocks:
         layers = [module for module in block.modules() if isinstance(module, nn.Linear)]

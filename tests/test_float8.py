@@ -5,6 +5,7 @@ from steady import float8, optim
 from steady.distributed import Place
 from steady.environment import Plan
 from steady.linear import Linear
+from steady.memory import StepShape
 
 import pytest
 import torch
@@ -20,12 +21,6 @@ E4M3_ERROR, E5M2_ERROR = 2**-4 / 3**0.5, 2**-3 / 3**0.5
 TOKENS = torch.randint(64, (2, 4, 32), generator=torch.Generator().manual_seed(0))
 
 
-@pytest.fixture
-def on_a_cpu(monkeypatch):
-    """Lets FP8 be used without a GPU and on narrow models."""
-    monkeypatch.setattr(float8, "check", lambda *_: None)
-
-
 def small_model(**more):
     torch.manual_seed(0)
     return GPT(GPTConfig(block_size=32, vocab_size=64, n_layer=2, n_head=2, n_embd=64, **more))
@@ -33,7 +28,7 @@ def small_model(**more):
 
 def in_float8(model):
     optimizer = optim.build_optimizer(model, ADAMW)
-    float8.use_float8(model, optimizer, EAGER, Place(), torch.bfloat16)
+    float8.use_float8(model, optimizer, EAGER)
     return optimizer
 
 
@@ -93,7 +88,7 @@ def test_zeros_give_zeros():
     assert errors[1] < 0.2  # of x; the others are 0 / 0 here
 
 
-def test_weights_are_copied_once_per_step_and_saved_nowhere(on_a_cpu):
+def test_weights_are_copied_once_per_step_and_saved_nowhere():
     model = small_model()
     plain, names = small_model(), set(model.state_dict())
     optimizer = in_float8(model)
@@ -115,7 +110,7 @@ def test_weights_are_copied_once_per_step_and_saved_nowhere(on_a_cpu):
 
 
 @pytest.mark.parametrize("kind", ["none", "selective", "block"])
-def test_training_in_float8_follows_bfloat16(on_a_cpu, kind):
+def test_training_in_float8_follows_bfloat16(kind):
     from steady.recompute import use_activation_checkpointing
 
     curves = []
@@ -154,8 +149,14 @@ def test_where_it_cannot_be_had_it_is_refused_by_name(
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
     good = {"dtype": torch.bfloat16, "here": Place(0, 0, 2, "ddp")}
     sizes = {"n_layer": 1, "n_head": 8, "n_embd": 1024}
+
+    def require(config, fp8=True, **more):
+        step = StepShape(GPTConfig(**sizes | config), 8, plan=EAGER, fp8=fp8, **good | more)
+        float8.require_float8(step, torch.device(device))
+
+    config = more.pop("config", {})
+    require(config, fp8=False, **more)
     if capability == (9, 0):
-        float8.check(GPTConfig(**sizes), torch.device(device), **good)
-    config = GPTConfig(**sizes | more.pop("config", {}))
+        require({})
     with pytest.raises(ValueError, match=message):
-        float8.check(config, torch.device(device), **good | more)
+        require(config, **more)

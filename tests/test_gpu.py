@@ -873,7 +873,7 @@ def test_f52_compiled_fp8_gradients_are_those_of_eager_code(kind, mode):
               "weight_decay": 0.1}  # fmt: skip
     plan = environment.plan(True, mode, torch.device("cuda"))
     optimizer = optim.build_optimizer(model, config)
-    float8.use_float8(model, optimizer, plan, distributed.ALONE, torch.bfloat16)
+    float8.use_float8(model, optimizer, plan)
     use_activation_checkpointing(model, kind)
     tokens, targets = torch.randint(512, (2, 8, 128), device="cuda")
     gradients = Gradients(model, keep=True, summed=False)

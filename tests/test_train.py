@@ -528,6 +528,7 @@ def test_a_sample_from_weights_that_overflowed_ends_in_one_line(run, sums, tmp_p
 @pytest.mark.parametrize(
     ("argument", "message"),
     [
+        ("--fp8=True", "fp8=True needs a GPU with FP8 units"),
         ("--device=tpu", "unknown device 'tpu': use auto, cpu, cuda"),
         ("--dtype=int8", "unknown dtype='int8': use auto, float32"),
         ("--lr_schedule=linear", "unknown lr_schedule='linear': use cosine, wsd"),
