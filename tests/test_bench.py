@@ -52,7 +52,8 @@ def test_compare_finds_a_slower_model(fork, tmp_path):
     shown = process.stdout.read()
     assert process.wait() == 0, shown
     difference, error = re.search(r"([+-][\d.]+) \(([\d.]+)\)$", shown, re.MULTILINE).groups()
-    assert 90 < float(difference) < 200 and float(error) < 25
+    # the sleep, and on a busy machine what else makes steps differ, of which the error tells
+    assert 90 < float(difference) < 110 + 4 * float(error) and float(difference) > 3 * float(error)
 
 
 def test_time_to_loss_compares_ours_with_the_plain_baseline(fork, sums, tmp_path):
