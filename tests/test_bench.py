@@ -44,7 +44,7 @@ def test_bench_refuses_a_vocabulary_that_no_token_file_can_hold(run, vocab_size)
 def test_compare_finds_a_slower_model(fork, tmp_path):
     shutil.copytree(ROOT / "steady", tmp_path / "steady")
     fast = (ROOT / "model.py").read_text(encoding="utf-8")
-    slow = fast.replace("T = tokens.shape[1]", "__import__('time').sleep(0.1); T = tokens.shape[1]")
+    slow = fast.replace("T = tokens.shape[1]", "__import__('time').sleep(0.5); T = tokens.shape[1]")
     assert slow != fast
     (tmp_path / "model.py").write_text(slow, encoding="utf-8")
     arguments = ["--vocab_size=64", f"--folders=.,{tmp_path}", "--rounds=4", "--steps=2"]
@@ -52,8 +52,8 @@ def test_compare_finds_a_slower_model(fork, tmp_path):
     shown = process.stdout.read()
     assert process.wait() == 0, shown
     difference, error = re.search(r"([+-][\d.]+) \(([\d.]+)\)$", shown, re.MULTILINE).groups()
-    # the sleep, and on a busy machine what else makes steps differ, of which the error tells
-    assert 90 < float(difference) < 110 + 4 * float(error) and float(difference) > 3 * float(error)
+    # a busy machine makes steps of a few milliseconds differ by a hundred
+    assert 400 < float(difference) < 1000 and float(error) < 200
 
 
 def test_time_to_loss_compares_ours_with_the_plain_baseline(fork, sums, tmp_path):
