@@ -820,29 +820,25 @@ FP8_CELLS = [
 ]
 
 
-def fp8_cell(mode, accumulation, kind, processes):
-    """Arguments of one of FP8_CELLS, or with 0 processes of what it is compared with."""
-    return [
-        *WIDE, f"--fp8={processes > 0}", f"--gradient_accumulation_steps={accumulation}",
-        f"--batch_size={32 // accumulation}", f"--activation_checkpointing={kind}",
-        "--compile=False" if mode == "off" else f"--compile_mode={mode}", "--sample_interval=10",
-    ]  # fmt: skip
-
-
 @pytest.fixture(scope="module")
 def in_fp8(request, data, tmp_path_factory):
+    """The cells that are asked for; without FP8, as 0 processes, what they are compared with."""
     folder = tmp_path_factory.mktemp("fp8")
-    cells = [("default", 1, "none", 0)] + [
-        cell for cell in FP8_CELLS
-        if cell in selected(request, "cell") and cell[3] <= torch.cuda.device_count()
-    ]  # fmt: skip
+
+    def run(cell):
+        mode, accumulation, checkpointing, processes = cell
+        return train_cell(
+            data, folder / "-".join(map(str, cell)), mode, checkpointing, *WIDE,
+            f"--fp8={processes > 0}", f"--gradient_accumulation_steps={accumulation}",
+            f"--batch_size={32 // accumulation}", "--sample_interval=10",
+            processes=max(1, processes),
+        )  # fmt: skip
+
+    wanted = selected(request, "cell")
+    cells = [cell for cell in FP8_CELLS if cell in wanted and cell[3] <= torch.cuda.device_count()]
+    cells.append(("default", 1, "none", 0))
     with ThreadPoolExecutor(len(cells)) as pool:
-        jobs = {
-            cell: pool.submit(train, data, folder / "-".join(map(str, cell)), *fp8_cell(*cell),
-                              processes=max(1, cell[3]))
-            for cell in cells
-        }  # fmt: skip
-        return {cell: job.result() for cell, job in jobs.items()}
+        return dict(zip(cells, pool.map(run, cells), strict=True))
 
 
 @pytest.mark.xdist_group("fp8")
@@ -851,6 +847,8 @@ def test_fp8_trains_like_bfloat16_however_it_is_compiled_and_split(in_fp8, cell)
     if cell[3] > torch.cuda.device_count():
         pytest.skip("needs two GPUs")
     found, reference = in_fp8[cell], in_fp8["default", 1, "none", 0]
+    assert "error" not in found, found["error"]
+    assert "error" not in reference, reference["error"]
     assert "dtype bfloat16 and float8" in found["shown"]
     worst = max(map(abs_difference, found["losses"], reference["losses"]))
     print(f"\n{cell}: worst {worst:.4f}, evaluation {found['val'][-1] - reference['val'][-1]:.4f}")
