@@ -14,6 +14,9 @@ import torch
 from torch import nn
 from torch.utils import checkpoint
 
+# Compiling what is recomputed warns of in-place operations, whether there are any or not.
+logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
+
 # What `selective` keeps: attention's kernels, and dropout, which must not be drawn a second time.
 KEPT = frozenset((
     torch.ops.aten.native_dropout.default,
@@ -38,10 +41,6 @@ def use_activation_checkpointing(model: nn.Module, kind: str) -> None:
         elif kind != "none":
             forward = keep_attention
         block.forward = MethodType(forward, block)
-
-
-# Torch warns of in-place operations in what is recomputed, there being none or not.
-logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
 
 
 def keep_attention(block: nn.Module, *inputs: Any) -> torch.Tensor:
