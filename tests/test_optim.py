@@ -182,8 +182,44 @@ def test_orthogonal_matrices_have_the_directions_of_the_svd(shape):
     values = torch.linspace(1.0, 0.01, 8).expand(shape[0], 8)
     found = muon.orthogonalise(u * values[:, None] @ v)
     singular = torch.linalg.svdvals(found)
-    assert singular.min() > 0.8 and singular.max() < 1.2
-    assert torch.linalg.matrix_norm(found - u @ v, 2).max() < 0.2
+    assert singular.min() > 0.74 and singular.max() < 1.22
+    assert torch.linalg.matrix_norm(found - u @ v, 2).max() < 0.26
+
+
+def test_singular_values_stay_bounded_however_bfloat16_rounds():
+    """Polynomials for values of at most 1 exactly make some of them 9 here."""
+    torch.manual_seed(0)
+    normal = torch.randn(400, 16, 16)
+    heavy_tailed = normal * torch.randn(400, 16, 1).exp() * torch.randn(400, 1, 16).exp()
+    for matrices in (normal, heavy_tailed):
+        found = muon.orthogonalise(matrices.bfloat16()).float()
+        assert torch.linalg.matrix_norm(found, 2).max() < 1.3
+
+
+def test_updates_are_those_of_torchs_muon(monkeypatch):
+    """With its coefficients, in float32, and with rows left as they are: within 1e-5."""
+    monkeypatch.setattr(torch.Tensor, "bfloat16", torch.Tensor.float)  # what torch computes in
+    monkeypatch.setattr(muon, "POLYNOMIALS", [(3.4445, -4.775, 2.0315)] * 5)
+    monkeypatch.setattr(muon, "MARGIN", 1.0)
+    monkeypatch.setattr(muon, "ROW_MEMORY", 1.0)
+    model = tiny()
+    optimizer = muon_for(model, weight_decay=0.1)
+    ours = optimizer.muon_group["params"]
+    theirs = [nn.Parameter(p.detach().clone()) for p in ours]
+    other = torch.optim.Muon(theirs, lr=0.01, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
+    for step in (0, 150, 300):
+        model(TOKENS, TOKENS + 1).backward()
+        for a, b in zip(ours, theirs, strict=True):
+            b.grad = a.grad.clone()
+        set_schedule(optimizer, step, CONFIG | {"learning_rate": 0.01, "warmup_iters": 0})
+        other.param_groups[0]["lr"] = optimizer.muon_group["lr"]
+        other.param_groups[0]["momentum"] = optimizer.muon_group["momentum"]
+        clip_in_step(optimizer, 0.0)
+        optimizer.step()
+        other.step()
+        optimizer.zero_grad()
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a.detach(), b.detach(), rtol=0, atol=1e-5)
 
 
 def test_muon_multiplies_in_bfloat16_on_a_cpu_where_the_model_does(monkeypatch):
