@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from steady.distributed import ALONE, Place
+from steady.shuffle import permute, scramble
 from steady.tokenizer import META_KEYS, check_meta
 
 import numpy as np
@@ -247,34 +248,3 @@ def to_batch(windows: np.ndarray, device: torch.device) -> Batch:
     if device.type == "cuda":
         tokens, targets = tokens.pin_memory(), targets.pin_memory()
     return tokens, targets
-
-
-def scramble(values: np.ndarray, key: int) -> np.ndarray:
-    """Well-mixed 64-bit hashes of (value, key): the finaliser of SplitMix64 (Steele et al. 2014).
-
-    Written out so that the data order never changes with a library's version.
-    """
-    key = key * 0xD1342543DE82EF95 + 0x632BE59BD9B4E019 & 2**64 - 1
-    z = np.atleast_1d(values).astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(key)
-    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return z ^ (z >> np.uint64(31))
-
-
-def permute(indices: np.ndarray, n: int, key: int) -> np.ndarray:
-    """Where a random permutation of range(n) sends `indices`, in constant memory for any n.
-
-    A Feistel network on the next even number of bits, walked until it lands inside range(n)
-    (Black and Rogaway 2002, "Ciphers with arbitrary finite domains").
-    """
-    half_bits = np.uint64(max(1, ((n - 1).bit_length() + 1) // 2))
-    half_mask = (np.uint64(1) << half_bits) - np.uint64(1)
-    out = indices.astype(np.uint64)
-    walking = np.ones(len(out), dtype=bool)
-    while walking.any():
-        left, right = out[walking] >> half_bits, out[walking] & half_mask
-        for round_number in range(8):
-            left, right = right, left ^ (scramble(right, key + round_number) & half_mask)
-        out[walking] = left << half_bits | right
-        walking = out >= n
-    return out.astype(np.int64)

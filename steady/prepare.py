@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from steady import textfiles
-from steady.dataloader import scramble
+from steady.shuffle import scramble
 from steady.tokenizer import CharTokenizer, Tokenizer, code_points, named
 
 import numpy as np

@@ -4,12 +4,11 @@ import os
 from steady.dataloader import (
     DataLoader,
     TokenFile,
-    permute,
     read_meta,
-    scramble,
     validation_batches,
 )
 from steady.distributed import Place
+from steady.shuffle import permute, scramble
 
 import numpy as np
 import pytest
