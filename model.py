@@ -34,7 +34,7 @@ class GPTConfig:
     n_kv_head: int = 0  # key/value heads; 0: as many as n_head
     n_embd: int = 768
     n_hidden: int = 0  # width of the MLP; 0: 8/3 n_embd, rounded up to a multiple of 64
-    head_dim: int = 0  # width of a head; 0: n_embd / n_head
+    head_dim: int = 0  # width of a head; 0: n_embd / n_head, else only in pretrained models
     dropout: float = 0.0
     rope_theta: float = 10000.0
     norm_eps: float = 1e-5
@@ -113,7 +113,7 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class _Rotation(torch.autograd.Function):
-    """Backward rotates by the opposite angle; what autograd derives is twice as slow on a GPU."""
+    """Backward rotates by the opposite angle; what autograd derives moves twice the bytes."""
 
     @staticmethod
     def forward(ctx, x, cos, sin):
@@ -154,7 +154,7 @@ class Attention(nn.Module):
     ) -> Tensor:
         B, T, C = x.shape
         q, k = side_by_side(x, self.q_proj, self.k_proj)
-        v = self.v_proj(x)  # apart: as a part of that product it would keep all of it for backward
+        v = self.v_proj(x)  # apart: a slice of one product would keep all of that for backward
         q, k, v = (y.view(B, T, -1, self.head_dim) for y in (q, k, v))  # (B, T, H or K, D)
         if self.qk_norm:
             q, k = self.q_norm(q), self.k_norm(k)
@@ -166,8 +166,8 @@ class Attention(nn.Module):
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         dropout = self.dropout if self.training else 0.0
         if self.cudnn:
-            # By name, since compiled code that torch has in its cache does not notice which kernel
-            # the context manager sdpa_kernel asks for.
+            # By name, since compiled code from torch's cache ignores the context manager
+            # sdpa_kernel. After v: no mask; then keep what backward needs, dropout, causal.
             attention = torch.ops.aten._scaled_dot_product_cudnn_attention
             return attention(q, k, v, None, True, dropout, True)[0]
         if q.device.type == "cpu" and q.dtype == torch.bfloat16 and q.shape[2] <= 512:
@@ -213,7 +213,7 @@ class GPT(nn.Module):
     def __init__(self, config: GPTConfig):
         super().__init__()
         self.config = config
-        embedding = torch.empty(config.vocab_size, config.n_embd)
+        embedding = torch.empty(config.vocab_size, config.n_embd)  # drawn in init_weights
         self.token_embedding = nn.Embedding.from_pretrained(embedding, freeze=False)
         self.dropout = nn.Dropout(config.dropout)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layer))
@@ -287,7 +287,7 @@ class GPT(nn.Module):
         self, x: Tensor, rope: tuple[Tensor, Tensor], cache: KVCache | None = None
     ) -> Tensor:
         for i, block in enumerate(self.blocks):
-            x = block(x, rope, cache and cache.layer(i))
+            x = block(x, rope, None if cache is None else cache.layer(i))
         return x
 
     def head(self, x: Tensor, targets: Tensor | None) -> Tensor:

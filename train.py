@@ -38,7 +38,7 @@ eval_iters = 200  # batches per evaluation and split, always the same ones
 eval_only = False  # evaluate once and exit
 log_interval = 1  # iterations between log lines
 sample_interval = 0  # iterations between printed samples; 0: none
-always_save_checkpoint = True  # ckpt.pt at every evaluation; False: after better ones, at the end
+always_save_checkpoint = True  # ckpt.pt at every evaluation; False: at better ones, at the end
 # wandb
 wandb_log = False  # log to Weights & Biases too (WANDB_MODE=offline needs no account)
 wandb_project = "owt"  # its project
@@ -121,10 +121,10 @@ elif init_from == "resume":
 else:
     start = convert.start_from(init_from, data, block_size, dropout)
 model_config = GPTConfig(**start.model_config)
-config |= {key: value for key, value in start.model_config.items() if key in config}
+config |= {key: value for key, value in start.model_config.items() if key in config}  # no more 0s
 train_file, val_file = data.open(block_size, model_config.vocab_size)
 
-# the global batch and an evaluation, which stay as they are however they will be split
+# the global batch and an evaluation: fixed from here on, however micro-batches are split
 sequences_per_iter = batch_size * gradient_accumulation_steps
 sequences_per_process = sequences_per_iter // here.world_size
 eval_sequences = eval_iters * batch_size
@@ -149,7 +149,7 @@ if start.optimizer is not None and not eval_only:
 if fp8:
     use_float8(raw_model, optimizer, plan)
 iter_num, best_val_loss = start.iter_num, start.best_val_loss
-pretrained_dtype = start.pretrained_dtype
+pretrained_dtype = start.pretrained_dtype  # for convert.py
 # where to go on in the data, even if the global batch was another before a resume
 data_offset = start.sequences - iter_num * sequences_per_iter
 del start  # the checkpoint's tensors
@@ -194,7 +194,7 @@ def try_step(size: int, checkpointing: str) -> torch.nn.Module:
     recompute.use_activation_checkpointing(raw_model, checkpointing)
     model = environment.compile_model(raw_model, plan, here.shards_model, checkpointing)
     tokens = torch.zeros(size, block_size, dtype=torch.int64, device=device)
-    targets = torch.zeros_like(tokens)  # for the same tensor twice other code would be compiled
+    targets = torch.zeros_like(tokens)  # not the same tensor: torch compiles other code for that
     # A CUDA graph's first run warms up, the second records, the third replays.
     runs = 3 if plan.cuda_graphs else min(2, sequences_per_process // size)
     try:
@@ -248,7 +248,7 @@ loader = DataLoader(train_file, batch_size, gradient_accumulation_steps, seed, d
 # -----------------------------------------------------------------------------
 # training loop
 gc.collect()
-gc.freeze()  # set-up's many objects are no garbage; looking through them would stall a step
+gc.freeze()  # set-up left many objects; to look through them for garbage would stall a step
 limits = hardware.limits(device, dtype, here.world_size)
 log.start_clock(iter_num, sequences_per_iter * block_size, raw_model.flops_per_token(), limits)
 micro_batches = loader.micro_batches(iter_num)
@@ -300,7 +300,7 @@ while True:
     if log_due:  # copied now, so that reading waits for backward, but not for the optimizer
         distributed.all_reduce_sum(loss)
         read_numbers = hardware.read_later(loss, grad_norm, optimizer.skipped)
-    rescue.whole = False  # until iter_num is raised, weights and iteration do not fit together
+    rescue.whole = False  # until iter_num is raised, the weights are a step ahead of it
     scaler.step(optimizer)
     scaler.update()
     gradients.clear()

@@ -6,7 +6,7 @@
     python sample.py --out_dir=out-finetune-shakespeare --start="ROMEO:"
 
 Any model of the Llama family works: --init_from=FOLDER_OR_HUB_ID, with a data set made with its
-tokenizer. It overfits soon, so only a better checkpoint is kept.
+tokenizer. It overfits soon; best.pt has the weights of the lowest validation loss.
 """
 
 out_dir = "out-finetune-shakespeare"
@@ -16,7 +16,7 @@ wandb_run_name = "finetune-shakespeare"
 
 eval_interval = 5
 eval_iters = 40
-always_save_checkpoint = False
+always_save_checkpoint = False  # best.pt is enough
 
 batch_size = 4  # 4 x 8 x 1024 tokens per iteration, 9 iterations are an epoch
 gradient_accumulation_steps = 8

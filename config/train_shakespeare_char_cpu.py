@@ -11,7 +11,7 @@ out_dir = "out-shakespeare-char-cpu"
 eval_interval = 250
 eval_iters = 20
 log_interval = 50
-always_save_checkpoint = False
+always_save_checkpoint = False  # best.pt is enough
 
 dataset = "shakespeare_char"
 gradient_accumulation_steps = 1

@@ -1,4 +1,4 @@
-"""Matrix products in FP8: all three of every linear layer in the blocks.
+"""Matrix products in FP8, of the linear layers in the blocks: forward and both of backward.
 
 A GPU that has FP8 multiplies it twice as fast as bfloat16. e4m3, with three bits for the fraction
 and values up to 448, holds inputs and weights; e5m2, with a larger range, gradients (Micikevicius
@@ -102,7 +102,7 @@ def write_copies(weights_and_copies: list[tuple[Tensor, Tensor, Tensor]]) -> Non
 
 def scale_of(x: Tensor, dtype: torch.dtype) -> Tensor:
     """What to divide `x` (rows, columns) by, so that it uses all of `dtype`'s range (scalar)."""
-    # each row's first, which compiled code finds in the kernel that computes the row
+    # first of each row: compiled code does that inside the kernel that writes the row
     largest = x.abs().amax(dim=1).amax().float()
     return largest.clamp(min=1e-12) / torch.finfo(dtype).max
 
@@ -115,7 +115,7 @@ def cast(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 def float8_linear(x: Tensor, weight: Tensor, weight8: Tensor, weight8_scale: Tensor) -> Tensor:
     """x (..., in) @ weight.T (in, out) in FP8; returns (..., out) in bfloat16.
 
-    weight8, weight8_scale: see `write_copies`. The weight's gradient is in float32.
+    weight8, weight8_scale: see `write_copies`. The weight's gradient is returned in float32.
     """
     rows = x.flatten(0, -2).bfloat16()
     return _Float8Linear.apply(rows, weight, weight8, weight8_scale).unflatten(0, x.shape[:-1])

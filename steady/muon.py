@@ -17,33 +17,38 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 
-# Odd polynomials a x + b x^3 + c x^5 that, one after the other, take all singular values from 3e-3
-# to 1 to within 0.75 and 1.21 (computed as in Amsel et al. 2025, "The Polar Express"). All but the
-# last are for values 2% larger, since what bfloat16 rounds above their range would grow without
-# end. A fifth brings them to within 0.86 and 1.14, and training learns the same.
+# Polynomials a x + b x^3 + c x^5 that, applied in turn, bring singular values between 3e-3 and 1 to
+# between 0.75 and 1.21 (computed as in Amsel et al. 2025, "The Polar Express"). The first three
+# allow for values 2% too large: bfloat16 can round a value out of their range, and there it would
+# blow up. With a fifth the bounds are 0.86 and 1.14, and training learns the same.
 POLYNOMIALS = (
     (8.057942, -22.052186, 15.540709),
     (3.926349, -2.753793, 0.497354),
     (3.454472, -2.487546, 0.477513),
     (2.511527, -1.852448, 0.438833),
 )
-MARGIN = 1.02  # they are made for singular values a little below 1
+MARGIN = 1.02  # by so much more than its norm a matrix is divided, for the same reason
 ROW_MEMORY = 0.95  # of the running mean square of a row
-UPDATE_RMS = 0.2  # as AdamW's updates typically have, so that both take the same learning rates
+UPDATE_RMS = 0.2  # what AdamW's updates typically have: one learning rate serves both
 
 
 def add_momentum(
-    gradient: Tensor, buffer: Tensor, divisor: Tensor, usable: Tensor, momentum: Tensor
+    gradient: Tensor,
+    buffer: Tensor,
+    divisor: Tensor,
+    usable: Tensor,
+    momentum: Tensor,
+    dtype: torch.dtype,
 ) -> Tensor:
     """Take a gradient (n, rows, columns) into the momentum `buffer`, in place.
 
     divisor: of the gradient; usable: 1, or 0 for a gradient that is not finite and must not count.
 
-    Returns Nesterov's update, in bfloat16 on a GPU, which is exact enough for a direction.
+    Returns Nesterov's update in `dtype`; bfloat16 is exact enough for a direction.
     """
     gradient = (gradient / divisor).nan_to_num(0.0, 0.0, 0.0)
     buffer.lerp_(gradient, usable * (1.0 - momentum))
-    return gradient.lerp(buffer, momentum).to(torch.bfloat16 if buffer.is_cuda else buffer.dtype)
+    return gradient.lerp(buffer, momentum).to(dtype)
 
 
 def scale_rows(update: Tensor, mean_square: Tensor, usable: Tensor, lr: Tensor) -> Tensor:
@@ -72,8 +77,9 @@ def orthogonalise_together(matrices: Tensor, whole_rows: int | None = None) -> T
     """`orthogonalise`, with the work divided among all processes.
 
     Args:
-        matrices: (n, rows, columns), the same on every process; or if `whole_rows` is given this
-            process's rows of each, as FSDP2 divides matrices of so many rows.
+        matrices: (n, rows, columns), the same on every process; with `whole_rows` only this
+            process's rows of each, as FSDP2 divides them.
+        whole_rows: how many rows a whole matrix has.
     """
     if not dist.is_initialized():
         return orthogonalise(matrices)
@@ -87,7 +93,7 @@ def orthogonalise_together(matrices: Tensor, whole_rows: int | None = None) -> T
         dist.all_gather_into_tensor(gathered, own)
         return gathered[:n]
     # Every process sends its rows of a matrix to the process that treats it.
-    most = math.ceil(whole_rows / world_size)  # all but the last processes have so many
+    most = math.ceil(whole_rows / world_size)  # rows per process; the last ones may have fewer
     heights = [min(most, max(0, whole_rows - i * most)) for i in range(world_size)]
     theirs = [share * height * columns for height in heights]
     ours = [share * rows * columns] * world_size

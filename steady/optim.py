@@ -26,7 +26,7 @@ class AdamW(torch.optim.AdamW):
     """torch's AdamW, on this process's shards where parameters are sharded (FSDP2): as plain
     tensors, since every DTensor costs the host time. Leaves out groups that are marked `muon`."""
 
-    skipped: Tensor | int = 0  # steps in a row, up to the last, whose gradients were not finite
+    skipped: Tensor | int = 0  # how many of the last steps, in a row, had no finite gradients
 
     def _init_group(self, group: dict[str, Any], *lists: list[Tensor]) -> bool:
         if group.get("muon"):
@@ -40,17 +40,17 @@ class AdamW(torch.optim.AdamW):
 class Muon(AdamW):
     """Muon for the groups that are marked `muon`, AdamW for the others (see muon.py).
 
-    What is kept of a matrix, its momentum and the mean square of its rows, is a part of one tensor
-    for all matrices of a shape: `stacks` has these tensors, with the matrices' parameters.
-    Orthogonalised is in bfloat16 on a GPU, and on a CPU where the model is `bfloat16` as well.
+    The state of all matrices of one shape is one tensor, and each matrix's state a slice of it:
+    `stacks` lists parameters, momentum and mean squares of rows. Updates are made orthogonal in
+    bfloat16 if the model computes in bfloat16, else in float32.
     """
 
     @torch.no_grad()
     def __init__(
-        self, groups: list[dict[str, Any]], compiled: bool, bfloat16: bool = False, **settings: Any
+        self, groups: list[dict[str, Any]], compiled: bool, dtype: torch.dtype, **settings: Any
     ):
         super().__init__(groups, **settings)
-        self.bfloat16 = bfloat16
+        self.dtype = dtype if dtype == torch.bfloat16 else torch.float32
         self.add_momentum, self.scale_rows = muon.add_momentum, muon.scale_rows
         if compiled and self.muon_group["params"][0].is_cuda:  # a third of the memory traffic
             self.add_momentum = compiled_if_possible(muon.add_momentum)
@@ -59,7 +59,7 @@ class Muon(AdamW):
         for parameters in stackable(self.muon_group["params"]):
             local = local_shards(parameters)
             momentum = torch.zeros((len(local), *local[0].shape), device=local[0].device)
-            # what rows of an orthogonal matrix have, so that there is no warm-up
+            # what rows of an orthogonal matrix have, so the average needs no warm-up
             row = torch.full_like(momentum[:, :, :1], 1.0 / max(parameters[0].shape))
             self.stacks.append((parameters, momentum, row))
             for parameter, own, own_row in zip(parameters, momentum, row, strict=True):
@@ -76,10 +76,11 @@ class Muon(AdamW):
     def step(self, closure: None = None) -> None:
         super().step()
         group, device = self.muon_group, self.stacks[0][1].device
+        # tensors, since code compiled for numbers would be compiled anew for every new one
         lr, momentum, decay = torch.tensor(
             [group["lr"], group["momentum"], group["lr"] * group["weight_decay"]]
         ).to(device, non_blocking=True)  # fmt: skip
-        # as clip_in_step and GradScaler ask for, and fused AdamW does it
+        # set by clip_in_step or GradScaler; fused AdamW reads the same two
         divisor = getattr(self, "grad_scale", None)
         divisor = torch.ones_like(lr) if divisor is None else divisor
         found_inf = getattr(self, "found_inf", None)
@@ -87,10 +88,8 @@ class Muon(AdamW):
         for parameters, buffer, mean_square in self.stacks:
             weights = local_shards([p.data for p in parameters])
             gradient = torch.stack(local_shards([p.grad for p in parameters]))
-            update = self.add_momentum(gradient, buffer, divisor, usable, momentum)
+            update = self.add_momentum(gradient, buffer, divisor, usable, momentum, self.dtype)
             del gradient
-            if self.bfloat16:
-                update = update.bfloat16()
             whole_rows = parameters[0].shape[0] if is_sharded(parameters[0]) else None
             update = muon.orthogonalise_together(update, whole_rows)
             change = self.scale_rows(update, mean_square, usable, lr)
@@ -151,7 +150,7 @@ def build_optimizer(
     if matrices:
         inner = {"params": [named[name] for name in matrices], "muon": True}
         groups.insert(0, inner | {"weight_decay": config["weight_decay"]})
-        optimizer = Muon(groups, compiled, dtype == torch.bfloat16, **rates, fused=True)
+        optimizer = Muon(groups, compiled, dtype, **rates, fused=True)
     else:
         optimizer = AdamW(groups, **rates, fused=True)
     for parameter in others:
@@ -201,7 +200,7 @@ class Gradients:
     gradients that a graph's backward returns lie in memory which its next replay overwrites.
     (Marking steps or cloning activations, the usual advice, does not help.)
 
-    The parameters are listed here, once: FSDP2 puts others into the model for a while.
+    The parameters are listed once, here: FSDP2 swaps those of the model during a step.
     """
 
     def __init__(self, model: nn.Module, keep: bool, summed: bool):

@@ -65,7 +65,7 @@ def test_every_fix_can_still_be_switched_off():
     """dev/switch_off.py replaces pieces of these sources: keep its list in step with them."""
     script = runpy.run_path(str(ROOT / "dev" / "switch_off.py"))
     fixes = script["read_fixes"](ROOT / "dev" / "switch_off.txt")
-    assert {fix.row for fix in fixes} >= {f"F{number:02}" for number in range(1, 44)}
+    assert {fix.row for fix in fixes} >= {f"F{number:02}" for number in (*range(1, 44), 53, 54)}
     for fix in fixes:
         for name, old, new in fix.edits:
             assert (ROOT / name).read_text(encoding="utf-8").count(old) == 1, (fix.row, old)
