@@ -4,9 +4,9 @@
     python train.py config/train_gpt2_muon.py
     python train.py config/train_gpt2_muon.py --max_iters=400 --lr_decay_iters=400
 
-Each of these was tried against AdamW's recipe in time, not in tokens (dev/LOG.md): Muon for the
-blocks' matrices, normalised queries and keys, heads of 128, small batches, a rate that is constant
-at first and then falls to zero over the last two fifths. docs/choosing.md says how to scale it.
+docs/choosing.md says what each part of it is worth and how to scale it: Muon for the blocks'
+matrices, normalised queries and keys, heads of 128, small batches, a rate that is constant at first
+and then falls to zero over the last two fifths. The 4,000 iterations below have not been run.
 """
 
 out_dir = "out-gpt2-muon"
