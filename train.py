@@ -103,7 +103,7 @@ device = hardware.choose_device(device, here.local_rank if here.world_size > 1 e
 dtype = hardware.choose_dtype(dtype, device, n_embd if here.world_size == 1 else 0)
 hardware.require_cuda(device, memory_snapshot=memory_snapshot)
 plan = environment.plan(compile, compile_mode, device)
-distributed.check(here, gradient_accumulation_steps, dtype, plan.cuda_graphs)
+distributed.check(here, batch_size, gradient_accumulation_steps, dtype, plan.cuda_graphs)
 distributed.start(here, device, backend, config)
 if not eval_only or wandb_log:  # this run writes to out_dir: lock it
     distributed.first_does(here, partial(folder.claim, out_path))

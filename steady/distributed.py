@@ -84,17 +84,25 @@ def this_process(parallel: str = "ddp") -> Place:
 
 
 def check(
-    here: Place, gradient_accumulation_steps: int, dtype: torch.dtype, cuda_graphs: bool
+    here: Place,
+    batch_size: int,
+    gradient_accumulation_steps: int,
+    dtype: torch.dtype,
+    cuda_graphs: bool,
 ) -> None:
     """Raises ValueError for what several processes cannot do; before they meet, so that each says
     so itself."""
     world_size = here.world_size
     if gradient_accumulation_steps % world_size:
         below = gradient_accumulation_steps // world_size * world_size
+        choices = [str(n) for n in (below, below + world_size) if n]
+        size, rest = divmod(batch_size * gradient_accumulation_steps, below + world_size)
+        if size and not rest:
+            choices[-1] += f" (with batch_size={size} for the same global batch)"
         raise ValueError(
             f"gradient_accumulation_steps={gradient_accumulation_steps} counts the micro-batches "
             f"of all {world_size} processes, so it must be a multiple of {world_size}: use "
-            + " or ".join(str(n) for n in (below, below + world_size) if n)
+            + " or ".join(choices)
         )
     if here.shards_model and (cuda_graphs or dtype == torch.float16):
         raise ValueError(

@@ -236,16 +236,22 @@ def test_f12_gradients_are_one_flat_tensor_that_clearing_keeps():
 
 
 @pytest.mark.parametrize(
-    ("accumulation", "advice"), [(7, "use 6 or 9"), (2, "use 3"), (40, "use 39 or 42")]
+    ("batch", "accumulation", "advice"),
+    [
+        (5, 7, "use 6 or 9"),
+        (5, 2, "use 3"),
+        (5, 40, "use 39 or 42"),
+        (12, 2, r"use 3 \(with batch_size=8 for the same global batch\)"),
+    ],
 )
 def test_f27_accumulation_names_the_nearest_valid_values(
-    run, sums, tmp_path, monkeypatch, accumulation, advice
+    run, sums, tmp_path, monkeypatch, batch, accumulation, advice
 ):
     for name, value in (("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 3)):
         monkeypatch.setenv(name, str(value))
     with pytest.raises(ValueError, match=f"must be a multiple of 3: {advice}$"):
         run("train.py", *TINY, f"--dataset={sums}", f"--out_dir={tmp_path}",
-            f"--gradient_accumulation_steps={accumulation}")  # fmt: skip
+            f"--batch_size={batch}", f"--gradient_accumulation_steps={accumulation}")  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -294,9 +300,9 @@ def test_what_cannot_be_done_is_refused_before_the_processes_meet(
 def test_f12_fsdp_with_cuda_graphs_is_refused_and_the_alternatives_named():
     pair = Place(0, 0, 2, "fsdp")
     with pytest.raises(ValueError, match="use compile_mode=default .*, or parallel=ddp"):
-        distributed.check(pair, 2, torch.bfloat16, cuda_graphs=True)
-    distributed.check(pair, 2, torch.bfloat16, cuda_graphs=False)
-    distributed.check(pair._replace(parallel="ddp"), 2, torch.bfloat16, cuda_graphs=True)
+        distributed.check(pair, 1, 2, torch.bfloat16, cuda_graphs=True)
+    distributed.check(pair, 1, 2, torch.bfloat16, cuda_graphs=False)
+    distributed.check(pair._replace(parallel="ddp"), 1, 2, torch.bfloat16, cuda_graphs=True)
 
 
 # Python's orderly end waits for threads, and sometimes aborts in one of torch's.
