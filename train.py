@@ -129,11 +129,11 @@ sequences_per_iter = batch_size * gradient_accumulation_steps
 sequences_per_process = sequences_per_iter // here.world_size
 eval_sequences = eval_iters * batch_size
 step_shape = memory.StepShape(model_config, sequences_per_process, dtype, plan, here,
-                              muon=optimizer == "muon", fp8=fp8)  # fmt: skip
+                              optimizer == "muon", fp8, eval_only)  # fmt: skip
 require_float8(step_shape, device)
 memory.require_room(step_shape, device)
 hardware.prepare(device, dtype, model_config.n_embd, block_size)
-raw_model = GPT(model_config)  # what is saved, sampled and counted, however it is compiled below
+raw_model = GPT(model_config).requires_grad_(not eval_only)  # what is saved, sampled, counted
 if start.weights is not None:
     checkpoint.load_weights(raw_model, start.weights, ckpt_path)
 raw_model.use_cudnn_attention(hardware.cudnn_attention(device, dtype, model_config.head_dim))
@@ -198,7 +198,7 @@ def try_step(size: int, checkpointing: str) -> torch.nn.Module:
     # A CUDA graph's first run warms up, the second records, the third replays.
     runs = 3 if plan.cuda_graphs else min(2, sequences_per_process // size)
     try:
-        for _ in range(runs):
+        for _ in range(0 if eval_only else runs):
             micro_step(model, tokens, targets)
         if here.sums_gradients:
             gradients.flatten()

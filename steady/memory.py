@@ -56,6 +56,7 @@ class StepShape(NamedTuple):
     here: Place
     muon: bool = False
     fp8: bool = False
+    eval_only: bool = False  # no step is taken, only its micro-batches are evaluated
 
     @property
     def n_params(self) -> int:
@@ -146,6 +147,10 @@ def estimate(
         copied = gathered or size < 4
     copies = in_blocks * (1 if step.fp8 else size * copied)  # of the blocks' weights, in bytes
     weights = 4 * step.n_params / step.shards
+    if step.eval_only:  # one block's values at a time
+        activations = size * tokens * (block + 4 * width)
+        parts = {"weights": weights, "activations": activations, "logits": size * chunk}
+        return {name: bytes_ / 2**30 for name, bytes_ in parts.items()}
     state = 2 * weights  # AdamW's two moments
     working = 0
     if step.muon:  # one moment of blocks; gradients, updates and their products while it works
@@ -317,7 +322,7 @@ def require_room(step: StepShape, device: torch.device) -> None:
     needed = estimate(step._replace(sequences=1), 1, "block")
     if sum(needed.values()) > WORTH_TRYING * machine_gib:
         raise ValueError(
-            f"the model has {step.n_params:,} parameters: a step of one sequence takes about "
+            f"the model has {step.n_params:,} parameters: one sequence takes about "
             f"{describe(needed)}, but {device} has {machine_gib:.2f} GiB: use a smaller n_layer, "
             "n_embd, vocab_size or block_size"
         )

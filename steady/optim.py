@@ -205,14 +205,14 @@ class Gradients:
 
     def __init__(self, model: nn.Module, keep: bool, summed: bool):
         self.parameters = [p for p in model.parameters() if p.requires_grad]
-        self.keep, self.summed, self.flat = keep, summed, None
+        self.keep, self.summed, self.flat = keep and bool(self.parameters), summed, None
         if keep:
             self.flatten()
 
     def flatten(self) -> None:
         """Move all gradients, or zeros if there are none, into one tensor, of which every .grad is
         a part then. So one exchange sums them all."""
-        if self.keep and self.flat is not None:
+        if not self.parameters or self.keep and self.flat is not None:
             return
         sizes = [p.numel() for p in self.parameters]
         if self.parameters[0].grad is None:

@@ -323,6 +323,15 @@ def test_f24_eval_only_on_a_resumed_run_does_not_train(run, sums, tmp_path):
     assert {p.name: p.read_bytes() for p in tmp_path.iterdir() if p.is_file()} == before
 
 
+def test_evaluating_needs_no_room_for_training(run, sums, tmp_path, monkeypatch):
+    """6.3M parameters: 25 MB to evaluate, 100 MB and more to train."""
+    wide = ["--n_layer=2", "--n_head=4", "--n_kv_head=4", "--n_embd=512"]
+    monkeypatch.setattr(hardware, "machine_memory_gib", lambda device: 0.06)
+    with pytest.raises(ValueError, match="parameters: one sequence takes about"):
+        train(run, tmp_path, sums, *wide)
+    assert "best so far" in train(run, tmp_path, sums, *wide, "--eval_only=True")
+
+
 def overfitting_data(folder):
     """Training text that says nothing about the validation text."""
     from steady.prepare import write_dataset
