@@ -4,15 +4,16 @@
     python train.py config/train_shakespeare_char.py
     python sample.py --out_dir=out-shakespeare-char
 
-An H200 takes 85 s, with compilation; the best validation loss is 1.4455. From there on it overfits,
-so only a better checkpoint is kept.
+800 iterations come to a validation loss of 1.42, where AdamW came to 1.45 in 5,000. The learning
+rate is the best of 3e-3 and 6e-3, the weight decay of 0.1, 0.5, 1 and 2, the batch nanoGPT's. For a
+longer text decay less: it is there because the model reads this one 13 times.
 """
 
 out_dir = "out-shakespeare-char"
-eval_interval = 250
+eval_interval = 100
 eval_iters = 200
 log_interval = 10
-always_save_checkpoint = False  # it overfits: keep the best
+always_save_checkpoint = False  # best.pt is enough
 
 dataset = "shakespeare_char"
 gradient_accumulation_steps = 1
@@ -20,13 +21,18 @@ batch_size = 64
 block_size = 256
 
 n_layer = 6
-n_head = 6
+n_head = 3
 n_embd = 384
+qk_norm = True
 dropout = 0.2
 
-learning_rate = 1e-3
-max_iters = 5000
+optimizer = "muon"
+learning_rate = 6e-3
+weight_decay = 1.0
+max_iters = 800
 lr_decay_iters = max_iters
-min_lr = 1e-4
+min_lr = 0.0
+lr_schedule = "wsd"
+decay_fraction = 0.4
 beta2 = 0.99
-warmup_iters = 100
+warmup_iters = 0
