@@ -4,7 +4,9 @@
     python train.py config/train_shakespeare_char_cpu.py
     python sample.py --out_dir=out-shakespeare-char-cpu
 
-1 to 2 minutes on two CPU cores; validation loss 1.65, where token frequencies alone give 3.34.
+1 to 2 minutes on two CPU cores; validation loss 1.58, where token frequencies alone give 3.34 and
+AdamW came to 1.66 in 2,000 iterations. The learning rate is the best of 6e-3 and 1e-2, the batch
+nanoGPT's.
 """
 
 out_dir = "out-shakespeare-char-cpu"
@@ -19,14 +21,18 @@ batch_size = 12
 block_size = 64
 
 n_layer = 4
-n_head = 4
+n_head = 2
 n_embd = 128
+qk_norm = True
 
-learning_rate = 1e-3
-max_iters = 2000
+optimizer = "muon"
+learning_rate = 6e-3
+max_iters = 1250
 lr_decay_iters = max_iters
-min_lr = 1e-4
+min_lr = 0.0
+lr_schedule = "wsd"
+decay_fraction = 0.4
 beta2 = 0.99
-warmup_iters = 100
+warmup_iters = 0
 
 compile = False  # compiling takes longer than it saves here

@@ -86,23 +86,29 @@ def orthogonalise_together(matrices: Tensor, whole_rows: int | None = None) -> T
     world_size, rank = dist.get_world_size(), dist.get_rank()
     n, rows, columns = matrices.shape
     share = math.ceil(n / world_size)  # matrices that a process treats
-    padded = F.pad(matrices, (0, 0, 0, 0, 0, share * world_size - n))
     if whole_rows is None:
-        own = orthogonalise(padded[rank * share :][:share]).contiguous()
+        own = orthogonalise(padded(matrices[rank * share :][:share], share))
         gathered = own.new_empty((share * world_size, rows, columns))
         dist.all_gather_into_tensor(gathered, own)
         return gathered[:n]
     # Every process sends its rows of a matrix to the process that treats it.
+    matrices = padded(matrices, share * world_size)
     most = math.ceil(whole_rows / world_size)  # rows per process; the last ones may have fewer
     heights = [min(most, max(0, whole_rows - i * most)) for i in range(world_size)]
     theirs = [share * height * columns for height in heights]
     ours = [share * rows * columns] * world_size
-    received = padded.new_empty(sum(theirs))
-    dist.all_to_all_single(received, padded.flatten(), theirs, ours)
+    received = matrices.new_empty(sum(theirs))
+    dist.all_to_all_single(received, matrices.flatten(), theirs, ours)
     parts = [part.view(share, -1, columns) for part in received.split(theirs)]
     whole = orthogonalise(torch.cat(parts, dim=1))
     parts = whole.split([part.shape[1] for part in parts], dim=1)
-    returned = padded.new_empty(padded.numel())
+    returned = matrices.new_empty(matrices.numel())
     sent = torch.cat([part.flatten() for part in parts])
     dist.all_to_all_single(returned, sent, ours, theirs)
-    return returned.view_as(padded)[:n]
+    return returned.view_as(matrices)[:n]
+
+
+def padded(matrices: Tensor, n: int) -> Tensor:
+    """`matrices` and as many of zeros as make `n`."""
+    missing = n - len(matrices)
+    return F.pad(matrices, (0, 0, 0, 0, 0, missing)) if missing else matrices
