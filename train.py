@@ -146,7 +146,7 @@ optimizer = optim.build_optimizer(raw_model, config, plan.compiled, dtype)
 scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
 if start.optimizer is not None and not eval_only:
     checkpoint.load_optimizer(optimizer, scaler, start, ckpt_path)
-if fp8:
+if fp8 and not eval_only:
     use_float8(raw_model, optimizer, plan)
 iter_num, best_val_loss = start.iter_num, start.best_val_loss
 pretrained_dtype = start.pretrained_dtype  # for convert.py
@@ -232,7 +232,7 @@ def training_state(weights_only: bool = False) -> dict:
 try_save = partial(checkpoint.try_save, here=here, say=log.line)
 tokenizer = from_meta(data.tokenizer) if sample_interval else None
 profiler = Profiler(out_path, profile and here.master, memory_snapshot and here.master, log.line)
-stop_request = StopRequest(alone=here.world_size == 1, announce=here.master)
+stop_request = StopRequest(here.world_size == 1, announce=here.master, saves=not eval_only)
 
 # -----------------------------------------------------------------------------
 # find out whether a step fits into memory, and split it further if not: the same global batch,

@@ -147,9 +147,10 @@ def estimate(
         copied = gathered or size < 4
     copies = in_blocks * (1 if step.fp8 else size * copied)  # of the blocks' weights, in bytes
     weights = 4 * step.n_params / step.shards
-    if step.eval_only:  # one block's values at a time
+    if step.eval_only:  # one block's values at a time, and copies of its weights
+        held = weights + (copies if step.shards > 1 else copies / config.n_layer)
         activations = size * tokens * (block + 4 * width)
-        parts = {"weights": weights, "activations": activations, "logits": size * chunk}
+        parts = {"weights": held, "activations": activations, "logits": size * chunk}
         return {name: bytes_ / 2**30 for name, bytes_ in parts.items()}
     state = 2 * weights  # AdamW's two moments
     working = 0

@@ -57,7 +57,8 @@ def scale_rows(update: Tensor, mean_square: Tensor, usable: Tensor, lr: Tensor) 
     update = update.float()
     now = update.square().mean(dim=2, keepdim=True)
     mean_square.lerp_(now, usable * (1.0 - ROW_MEMORY))
-    return update * (usable * lr * UPDATE_RMS * mean_square.rsqrt())
+    # a row that stays zero must not come to 0 times infinity
+    return update * (usable * lr * UPDATE_RMS * mean_square.clamp(min=1e-30).rsqrt())
 
 
 def orthogonalise(matrices: Tensor) -> Tensor:

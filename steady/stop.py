@@ -25,12 +25,15 @@ class StopRequest:
     """`received` becomes true at the first signal; the run then finishes its step and saves.
 
     A second Ctrl-C or SIGTERM ends it at once, but only with `alone`, since torchrun passes one on
-    several times. A lost terminal sends SIGHUP several times, so that never ends it at once.
+    several times. A lost terminal sends SIGHUP several times, so that never ends it at once. A run
+    that saves nothing (`saves`) ends at the first signal.
     """
 
-    def __init__(self, alone: bool, announce: bool):
+    def __init__(self, alone: bool, announce: bool, saves: bool = True):
         self.received, self.alone, self.announce = False, alone, announce
         self.hang_up = getattr(signal, "SIGHUP", None)  # not known on Windows
+        if not saves:
+            return
         for signum in (signal.SIGINT, signal.SIGTERM):
             signal.signal(signum, self.request)
         if self.hang_up and signal.getsignal(self.hang_up) != signal.SIG_IGN:  # nohup ignores it
@@ -106,8 +109,12 @@ class Rescue:
             happened = "another process has ended"
         else:
             one_line_errors(kind, error, trace)
-        if not self.diverged and kind is not KeyboardInterrupt:
-            rank = "" if here.rank == 0 else f"rank {here.rank}: "
+        rank = "" if here.rank == 0 else f"rank {here.rank}: "
+        if self.step.eval_only:
+            if flags:
+                advice = f"use {' '.join(flags)}"
+                print(f"{rank}error: {happened}: {advice}", file=sys.stderr, flush=True)
+        elif not self.diverged and kind is not KeyboardInterrupt:
             saved, go_on = self.save(), "nothing to go on from"
             if self.path.exists():
                 go_on = f"to go on: {how_to_go_on(flags)}"

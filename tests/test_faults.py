@@ -132,6 +132,25 @@ def test_f47_half_an_optimizer_step_is_not_saved(fork, sums, tmp_path):
     assert checkpoint.load(tmp_path / "ckpt.pt")["iter_num"] == 3
 
 
+@pytest.mark.parametrize(
+    ("error", "shown"),
+    [("MemoryError()", "error: out of memory: use --batch_size=2"), ("KeyError('unforeseen')", "")],
+)
+def test_f47_an_error_while_only_evaluating_leaves_the_checkpoint_alone(
+    fork, run, sums, tmp_path, error, shown
+):
+    arguments = [*TINY, f"--dataset={sums}"]
+    run("train.py", *arguments, "--max_iters=3", f"--out_dir={tmp_path}")
+    before = (tmp_path / "ckpt.pt").read_bytes()
+    code = FAIL_AT_FIFTH.format(f"__import__('model').GPT, 'head', {error}")
+    process = fork([*arguments, "--init_from=resume", "--eval_only=True"], code)
+    process.join(60)
+    output = (tmp_path / "output.txt").read_text()
+    assert process.exitcode == 1 and "saved" not in output and shown in output
+    assert ("Traceback" in output) is ("unforeseen" in error)
+    assert (tmp_path / "ckpt.pt").read_bytes() == before
+
+
 # ---- a compiler that is there but broken -------------------------------------------------------
 
 

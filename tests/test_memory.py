@@ -172,3 +172,15 @@ def test_estimate_counts_gathered_weights():
     for gathered, measured in ((False, 19.52), (True, 22.27)):  # on H200s
         parts = estimate(step, 8, "none", gathered)
         assert sum(parts.values()) == pytest.approx(measured, rel=0.03)
+
+
+def test_evaluating_takes_weights_alone_and_with_fsdp_their_copies_too():
+    eight = Place(0, 0, 8, "fsdp")
+    whole, step = gpt2_step(8, eval_only=True), gpt2_step(8, eval_only=True, here=eight)
+    assert estimate(whole, 8, "none").keys() == {"weights", "activations", "logits"}
+    assert estimate(whole, 8, "none")["weights"] == pytest.approx(4 * GPT2_PARAMS / 2**30, rel=0.1)
+    divided = estimate(step, 8, "none")["weights"]
+    gathered = estimate(step, 8, "none", gathered=True)["weights"]
+    in_blocks = GPT2_PARAMS - 50304 * 768
+    assert gathered == pytest.approx((GPT2_PARAMS / 2 + 2 * in_blocks) / 2**30, rel=0.01)
+    assert divided < gathered

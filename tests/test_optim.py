@@ -196,6 +196,19 @@ def test_singular_values_stay_bounded_however_bfloat16_rounds():
         assert torch.linalg.matrix_norm(found, 2).max() < 1.3
 
 
+def test_a_row_that_stays_zero_stays_finite():
+    """Its running mean square comes to zero where denormal numbers are taken for it, as on GPUs."""
+    torch.set_flush_denormal(True)
+    try:
+        mean_square, one = torch.full((1, 2, 1), 1e-37), torch.ones(())
+        update = torch.tensor([[[1.0, -1.0], [0.0, 0.0]]])
+        for _ in range(50):
+            change = muon.scale_rows(update, mean_square, one, one)
+        assert mean_square[0, 1] == 0 and (change[0, 1] == 0).all()
+    finally:
+        torch.set_flush_denormal(False)
+
+
 def test_updates_are_those_of_torchs_muon(monkeypatch):
     """With its coefficients, in float32, and with rows left as they are: within 1e-5."""
     monkeypatch.setattr(torch.Tensor, "bfloat16", torch.Tensor.float)  # what torch computes in

@@ -310,6 +310,18 @@ def test_second_signal_stops_at_once(fork, sums, tmp_path):
     assert "Traceback" not in process.stdout.read()
 
 
+def test_first_signal_stops_what_saves_nothing(fork, sums, tmp_path):
+    more = [f"--dataset={sums}", f"--out_dir={tmp_path}", "--eval_iters=100000"]
+    process = fork("train.py", *TINY, *more, "--eval_only=True")
+    for line in process.stdout:
+        if line.startswith("memory"):
+            break
+    process.send_signal(signal.SIGINT)
+    assert process.wait(10) != 0
+    rest = process.stdout.read()
+    assert "Traceback" not in rest and "saving" not in rest
+
+
 def test_f31_final_checkpoint_without_any_evaluation(run, sums, tmp_path):
     train(run, tmp_path, sums, "--eval_interval=0", "--max_iters=3")
     assert checkpoint.load(tmp_path / "ckpt.pt")["iter_num"] == 3
