@@ -574,7 +574,10 @@ def test_a_sample_from_weights_that_overflowed_ends_in_one_line(run, sums, tmp_p
         ("--dataset=nowhere", "no data set at .*nowhere"),
         ("--init_from=resume", "no checkpoint at .*ckpt.pt: train first"),
         ("--lerning_rate=1", "did you mean 'learning_rate'"),
-        ("--n_layer=10000 --n_embd=100000", "parameters: a step .* GiB, but cpu has .* GiB: use a"),
+        (
+            "--n_layer=10000 --n_embd=100000",
+            "parameters: one sequence .*, but cpu has .* GiB: use a",
+        ),
     ],
 )
 def test_bad_input_is_one_clear_line(run, sums, tmp_path, argument, message):
