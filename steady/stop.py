@@ -101,7 +101,7 @@ class Rescue:
 
     def end(self, kind: type[BaseException], error: BaseException, trace: Any) -> None:
         """An excepthook."""
-        here, flags, happened = self.step.here, [], "the error above"
+        here, flags, happened = self.step.here, [], ""
         if memory.is_out_of_memory(error):
             flags, happened = memory.flags_for_less(self.step, self.split), "out of memory"
             traceback.clear_frames(trace)  # what they hold may be what saving lacks
@@ -110,11 +110,12 @@ class Rescue:
         else:
             one_line_errors(kind, error, trace)
         rank = "" if here.rank == 0 else f"rank {here.rank}: "
-        if self.step.eval_only:
-            if flags:
-                advice = f"use {' '.join(flags)}"
-                print(f"{rank}error: {happened}: {advice}", file=sys.stderr, flush=True)
+        if self.step.eval_only:  # there is nothing to save
+            if happened:
+                advice = f": use {' '.join(flags)}" if flags else ""
+                print(f"{rank}error: {happened}{advice}", file=sys.stderr, flush=True)
         elif not self.diverged and kind is not KeyboardInterrupt:
+            happened = happened or "the error above"
             saved, go_on = self.save(), "nothing to go on from"
             if self.path.exists():
                 go_on = f"to go on: {how_to_go_on(flags)}"

@@ -132,14 +132,21 @@ def test_f47_half_an_optimizer_step_is_not_saved(fork, sums, tmp_path):
     assert checkpoint.load(tmp_path / "ckpt.pt")["iter_num"] == 3
 
 
+SMALLEST = ["--batch_size=1", "--activation_checkpointing=block"]
+
+
 @pytest.mark.parametrize(
-    ("error", "shown"),
-    [("MemoryError()", "error: out of memory: use --batch_size=2"), ("KeyError('unforeseen')", "")],
+    ("more", "error", "shown"),
+    [
+        ([], "MemoryError()", "error: out of memory: use --batch_size=2"),
+        (SMALLEST, "MemoryError()", "error: out of memory\n"),
+        ([], "KeyError('unforeseen')", ""),
+    ],
 )
 def test_f47_an_error_while_only_evaluating_leaves_the_checkpoint_alone(
-    fork, run, sums, tmp_path, error, shown
+    fork, run, sums, tmp_path, more, error, shown
 ):
-    arguments = [*TINY, f"--dataset={sums}"]
+    arguments = [*TINY, *more, f"--dataset={sums}"]
     run("train.py", *arguments, "--max_iters=3", f"--out_dir={tmp_path}")
     before = (tmp_path / "ckpt.pt").read_bytes()
     code = FAIL_AT_FIFTH.format(f"__import__('model').GPT, 'head', {error}")
