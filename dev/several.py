@@ -72,10 +72,8 @@ def kill_one(process: subprocess.Popen, name: str, after: int) -> tuple[float, l
         if process.poll() is not None:
             finish(name, process)
         time.sleep(0.1)
-    listed = subprocess.run(
-        ["ps", "-o", "pid=", "--ppid", str(process.pid)], capture_output=True, text=True
-    )
-    numbers = sorted(map(int, listed.stdout.split()))
+    children = Path(f"/proc/{process.pid}/task").glob("*/children")
+    numbers = [int(number) for file in children for number in file.read_text().split()]
     os.kill(numbers[-1], signal.SIGKILL)
     return time.monotonic(), numbers
 

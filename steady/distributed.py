@@ -97,7 +97,7 @@ def check(
         below = gradient_accumulation_steps // world_size * world_size
         choices = [str(n) for n in (below, below + world_size) if n]
         size, rest = divmod(batch_size * gradient_accumulation_steps, below + world_size)
-        if size and not rest:
+        if not rest:
             choices[-1] += f" (with batch_size={size} for the same global batch)"
         raise ValueError(
             f"gradient_accumulation_steps={gradient_accumulation_steps} counts the micro-batches "

@@ -205,20 +205,19 @@ class Gradients:
 
     def __init__(self, model: nn.Module, keep: bool, summed: bool):
         self.parameters = [p for p in model.parameters() if p.requires_grad]
-        self.keep, self.summed, self.flat = keep and bool(self.parameters), summed, None
+        self.device = next(model.parameters()).device
+        self.keep, self.summed, self.flat = keep, summed, None
         if keep:
             self.flatten()
 
     def flatten(self) -> None:
         """Move all gradients, or zeros if there are none, into one tensor, of which every .grad is
         a part then. So one exchange sums them all."""
-        if not self.parameters or self.keep and self.flat is not None:
+        if self.keep and self.flat is not None:
             return
         sizes = [p.numel() for p in self.parameters]
-        if self.parameters[0].grad is None:
-            self.flat = torch.zeros(sum(sizes), device=self.parameters[0].device)
-        else:
-            self.flat = torch.cat([p.grad.flatten() for p in self.parameters])
+        found = [p.grad.flatten() for p in self.parameters if p.grad is not None]
+        self.flat = torch.cat(found) if found else torch.zeros(sum(sizes), device=self.device)
         for parameter, part in zip(self.parameters, self.flat.split(sizes), strict=True):
             parameter.grad = part.view_as(parameter)
 
