@@ -36,3 +36,5 @@ lr_schedule = "wsd"
 decay_fraction = 0.4
 beta2 = 0.99
 warmup_iters = 0
+
+compile_mode = "reduce-overhead"  # launching so small kernels one by one takes twice as long
