@@ -39,7 +39,7 @@ pytestmark = [
 ]
 
 TOLERANCE = 0.01  # of losses in bfloat16 against float32; on a CPU 0.0005, with FSDP 0.0023
-FP8_TOLERANCE = 0.05  # of losses with FP8 against bfloat16; with the same products on a CPU 0.025
+FP8_TOLERANCE = 0.1  # of losses with FP8 against bfloat16: 0.066 on H200s; with old copies 1.6
 NORM_TOLERANCE = 0.05  # of their gradients' norms, relative; on a CPU 0.016
 
 SMALL = [
@@ -831,6 +831,7 @@ def in_fp8(request, data, tmp_path_factory):
             data, folder / "-".join(map(str, cell)), mode, checkpointing, *WIDE,
             f"--fp8={processes > 0}", f"--gradient_accumulation_steps={accumulation}",
             f"--batch_size={32 // accumulation}", "--sample_interval=10",
+            f"--eval_iters={10 * accumulation}",  # of the batch size: the same sequences
             processes=max(1, processes),
         )  # fmt: skip
 
