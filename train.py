@@ -72,7 +72,7 @@ grad_clip = 1.0  # largest gradient norm; 0.0: no clipping
 lr_schedule = "cosine"  # cosine, or wsd: warm-up, stable, decay
 decay_lr = True  # False: constant after warm-up
 warmup_iters = 2000  # iterations of linear warm-up
-lr_decay_iters = 600000  # iteration at which min_lr is reached, usually max_iters
+lr_decay_iters = 0  # iteration at which min_lr is reached; 0: max_iters
 min_lr = 6e-5  # final learning rate, usually a tenth of learning_rate
 decay_fraction = 0.2  # wsd: share of lr_decay_iters spent decaying
 # system

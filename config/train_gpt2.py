@@ -13,7 +13,6 @@ block_size = 1024
 gradient_accumulation_steps = 40
 
 max_iters = 600000
-lr_decay_iters = 600000
 
 eval_interval = 1000
 eval_iters = 200

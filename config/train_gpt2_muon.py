@@ -27,7 +27,6 @@ decay_fraction = 0.4
 warmup_iters = 0
 min_lr = 0.0
 max_iters = 740
-lr_decay_iters = max_iters
 
 eval_interval = 74
 eval_iters = 32

@@ -31,7 +31,6 @@ optimizer = "muon"
 learning_rate = 6e-3
 weight_decay = 1.0
 max_iters = 800
-lr_decay_iters = max_iters
 min_lr = 0.0
 lr_schedule = "wsd"
 decay_fraction = 0.4

@@ -28,7 +28,6 @@ qk_norm = True
 optimizer = "muon"
 learning_rate = 6e-3
 max_iters = 1250
-lr_decay_iters = max_iters
 min_lr = 0.0
 lr_schedule = "wsd"
 decay_fraction = 0.4

@@ -38,7 +38,7 @@ OPTIMIZERS = {
     "adamw": ["--optimizer=adamw", "--learning_rate=1e-3"],
     "muon": ["--optimizer=muon", "--learning_rate=3e-3"],
 }
-LONG = [*OPTIMIZERS["adamw"], "--max_iters=300", "--lr_decay_iters=300", "--eval_interval=50"]
+LONG = [*OPTIMIZERS["adamw"], "--max_iters=300", "--eval_interval=50"]
 
 
 def start(name: str, n: int, *arguments: str, restarts: int = 0) -> subprocess.Popen:
@@ -88,7 +88,7 @@ with tempfile.TemporaryDirectory() as temporary:
     folder = Path(temporary)
     counts = [n for n in (1, 2, 4, 8) if n <= processes]
     for optimizer, flags in OPTIMIZERS.items():
-        short = [*flags, "--max_iters=30", "--lr_decay_iters=30", "--eval_interval=0"]
+        short = [*flags, "--max_iters=30", "--eval_interval=0"]
         names = {n: f"{optimizer}-{n}" for n in counts}
         curves = {n: finish(name, start(name, n, *short)) for n, name in names.items()}
         for n in counts[1:]:

@@ -2,7 +2,7 @@
 
     python dev/time_to_loss.py --data=data/openwebtext --size=124m --seeds=1337,1338 --gpus=2 \\
         --baseline="65k:1.2e-3:67.1M, 32k:1.2e-3:67.1M" \\
-        --ours="wsd: --lr_schedule=wsd --max_iters=512 --lr_decay_iters=512; config/mine.py"
+        --ours="wsd: --lr_schedule=wsd --max_iters=512; config/mine.py"
     python dev/time_to_loss.py --out=runs.jsonl
 
 Both train on the same tokens in the same order and are evaluated on the same windows; ours is the

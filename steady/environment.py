@@ -42,6 +42,11 @@ if torch is not None:
     # every start would trace and partition anew (13 s instead of 4 for GPT-2 on an H200).
     if hasattr(functorch_config, "autograd_cache_allow_custom_autograd_functions"):
         functorch_config.autograd_cache_allow_custom_autograd_functions = True
+    # Before its first code for a CPU torch compiles four programs with all of its vector headers to
+    # see if the compiler knows the processor's instructions (18 s on two cores). If it does not,
+    # the model's code fails to compile too, and a line says so.
+    if platform.machine() in ("x86_64", "AMD64"):
+        os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 
 GRAPH_MODES = ("reduce-overhead", "max-autotune")  # compile modes that record CUDA graphs
 # the variable that chooses the compiler that torch uses, and what it looks for without it

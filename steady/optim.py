@@ -258,13 +258,15 @@ def clip_in_step(optimizer: AdamW, limit: float) -> Tensor:
 def learning_rate_at(step: int, config: dict[str, Any]) -> float:
     """The learning rate of step `step`: linear warm-up, then the schedule, then `min_lr`.
 
-    cosine: half a cosine from the end of warm-up to `lr_decay_iters` (Loshchilov and Hutter 2017).
-    wsd: constant, then over the last `decay_fraction` of `lr_decay_iters` down with
-    1 - sqrt(progress) (Haegele et al. 2024, "Scaling laws and compute-optimal training beyond
-    fixed training durations").
+    The schedule ends at `lr_decay_iters`, or at `max_iters` if that is 0.
+
+    cosine: half a cosine from the end of warm-up to the end (Loshchilov and Hutter 2017).
+    wsd: constant, then over the last `decay_fraction` of all steps down with 1 - sqrt(progress)
+    (Haegele et al. 2024, "Scaling laws and compute-optimal training beyond fixed training
+    durations").
     """
     peak, floor = config["learning_rate"], config["min_lr"]
-    warmup, end = config["warmup_iters"], config["lr_decay_iters"]
+    warmup, end = config["warmup_iters"], config["lr_decay_iters"] or config["max_iters"]
     if step < warmup:
         return peak * (step + 1) / (warmup + 1)
     if not config["decay_lr"]:

@@ -17,11 +17,7 @@ def test_config_file_loads_and_says_how_to_use_it(path):
     docstring = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8")))
     assert f"config/{path.name}" in docstring
     GPTConfig(**{k: config[k] for k in ("n_layer", "n_head", "n_kv_head", "n_embd", "dropout")})
-    assert (
-        config["lr_decay_iters"] <= config["max_iters"]
-        or not config["decay_lr"]
-        or config["eval_only"]
-    )
+    assert config["lr_decay_iters"] == 0  # so that --max_iters alone gives a shorter schedule
 
 
 SCRIPTS = ["train.py", "sample.py", "bench.py", "convert.py", "plot.py"]

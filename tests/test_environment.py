@@ -1,6 +1,7 @@
 """What needs no GPU: faked driver layouts, missing compilers, disabling variables."""
 
 import os
+import platform
 import subprocess
 import sys
 from pathlib import Path
@@ -267,6 +268,22 @@ def test_f53_code_for_one_part_serves_all(graphs, way, pieces, kind):
     tokens = torch.zeros(2, 8, dtype=torch.int64)
     function(tokens, tokens.clone()).backward()
     assert len(graphs) == pieces
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="torch tests compilers for x86 alone")
+def test_f53_torch_is_spared_its_tests_of_the_compiler():
+    script = (
+        "import steady.environment\n"
+        "from torch._inductor.cpu_vec_isa import VecISA, valid_vec_isa_list\n"
+        "VecISA.check_build = lambda self, code: print(code) or True\n"
+        "print([str(isa) for isa in valid_vec_isa_list()])\n"
+    )
+    clean = {k: v for k, v in os.environ.items() if k != "TORCHINDUCTOR_VEC_ISA_OK"}
+    found = subprocess.run(
+        [sys.executable, "-c", script], cwd=ROOT, env=clean, capture_output=True, text=True
+    )
+    assert "'avx2'" in found.stdout, found.stderr  # one of the kinds that will be used
+    assert "ATen" not in found.stdout  # no program with the vector headers is built
 
 
 def test_f53_a_second_try_forgets_what_the_first_compiled(graphs):

@@ -52,7 +52,6 @@ SMALL = [
     "--n_embd=256",
     "--learning_rate=3e-4",  # calm: at 1e-3 bfloat16 noise grows to 0.3 on some seeds
     "--warmup_iters=5",
-    "--lr_decay_iters=30",
     "--max_iters=30",
     "--eval_interval=5",
     "--eval_iters=10",

@@ -14,6 +14,7 @@ CONFIG = {
     "min_lr": 0.1,
     "warmup_iters": 10,
     "lr_decay_iters": 110,
+    "max_iters": 110,
     "decay_lr": True,
     "lr_schedule": "cosine",
     "decay_fraction": 0.2,
@@ -48,6 +49,14 @@ def test_cosine_warms_up_peaks_and_ends_at_the_floor():
     assert rates[60] == pytest.approx(0.55)
     assert rates[110:] == [0.1] * 20
     assert all(a > b for a, b in zip(rates[10:110], rates[11:111], strict=True))
+
+
+def test_the_schedule_ends_with_the_run_unless_told_otherwise():
+    untold = CONFIG | {"lr_decay_iters": 0}
+    for step in range(130):
+        assert learning_rate_at(step, untold) == learning_rate_at(step, CONFIG)
+        longer = learning_rate_at(step, untold | {"max_iters": 1000})
+        assert longer == learning_rate_at(step, CONFIG | {"lr_decay_iters": 1000})
 
 
 def test_wsd_is_stable_then_decays():
