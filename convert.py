@@ -163,8 +163,13 @@ def start_from(source: str, data: DataSet, block_size: int, dropout: float) -> S
 def write_pretrained(saved: dict[str, Any], folder: Path, dtype: torch.dtype) -> None:
     """Write a checkpoint's model and tokenizer as transformers reads them: as a Llama, or with
     QK-norm as a Qwen3."""
-    from safetensors.torch import save_file
-
+    try:
+        import tokenizers  # noqa: F401 (needed below)
+        from safetensors.torch import save_file
+    except ImportError:
+        raise ValueError(
+            "exporting needs two more packages: pip install safetensors tokenizers"
+        ) from None
     ours = GPTConfig(**saved["model_config"])
     kind = "Qwen3" if ours.qk_norm else "Llama"
     end_of_text = from_meta(saved["tokenizer"]).end_of_text

@@ -152,7 +152,7 @@ class Attention(nn.Module):
     def forward(
         self, x: Tensor, rope: tuple[Tensor, Tensor], cache: LayerCache | None = None
     ) -> Tensor:
-        B, T, C = x.shape
+        B, T, _ = x.shape
         q, k = side_by_side(x, self.q_proj, self.k_proj)
         v = self.v_proj(x)  # apart: a slice of one product would keep all of that for backward
         q, k, v = (y.view(B, T, -1, self.head_dim) for y in (q, k, v))  # (B, T, H or K, D)
@@ -167,7 +167,7 @@ class Attention(nn.Module):
         dropout = self.dropout if self.training else 0.0
         if self.cudnn:
             # By name, since compiled code from torch's cache ignores the context manager
-            # sdpa_kernel. After v: no mask; then keep what backward needs, dropout, causal.
+            # sdpa_kernel. After v: attn_bias, compute_log_sumexp, dropout_p, is_causal.
             attention = torch.ops.aten._scaled_dot_product_cudnn_attention
             return attention(q, k, v, None, True, dropout, True)[0]
         if q.device.type == "cpu" and q.dtype == torch.bfloat16 and q.shape[2] <= 512:
@@ -213,7 +213,8 @@ class GPT(nn.Module):
     def __init__(self, config: GPTConfig):
         super().__init__()
         self.config = config
-        embedding = torch.empty(config.vocab_size, config.n_embd)  # drawn in init_weights
+        # from_pretrained, since nn.Embedding would draw values here that init_weights draws again
+        embedding = torch.empty(config.vocab_size, config.n_embd)
         self.token_embedding = nn.Embedding.from_pretrained(embedding, freeze=False)
         self.dropout = nn.Dropout(config.dropout)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layer))
@@ -221,7 +222,7 @@ class GPT(nn.Module):
         self.lm_head = Linear(config.n_embd, config.vocab_size)
         if config.tied_embeddings:
             self.lm_head.weight = self.token_embedding.weight
-        if not embedding.is_meta:  # which has no values
+        if not embedding.is_meta:  # the meta device holds no values
             self.init_weights()
         for name in ("rope_cos", "rope_sin"):
             self.register_buffer(name, torch.empty(0), persistent=False)

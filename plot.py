@@ -131,7 +131,7 @@ for run in runs:
 ends = [run["evaluations"][-1]["val_loss"] for run in runs if run["baseline"]]
 if ends:
     losses.axhline(min(ends), color="0.4", linestyle=":", linewidth=1, zorder=0,
-                   label=f"the baseline's final loss, {min(ends):.3f}")  # fmt: skip
+                   label=f"the baseline's final loss, {min(ends):.4f}")  # fmt: skip
 if reference:
     losses.axhline(reference, color="gray", linestyle="--", linewidth=1,
                    label=f"reference {reference:.2f}")  # fmt: skip

@@ -34,7 +34,7 @@ from model import GPT, GPTConfig
 out_dir = "out"  # folder of the checkpoints and metrics.jsonl
 init_from = "scratch"  # scratch, resume (out_dir/ckpt.pt), or a Hugging Face model's folder or id
 eval_interval = 2000  # iterations between evaluations; 0: never
-eval_iters = 200  # batches per evaluation and split, always the same ones
+eval_iters = 200  # batches per evaluation and split, batch_size sequences each, always the same
 eval_only = False  # evaluate once and exit
 log_interval = 1  # iterations between log lines
 sample_interval = 0  # iterations between printed samples; 0: none
@@ -195,7 +195,7 @@ def try_step(size: int, checkpointing: str) -> torch.nn.Module:
     model = environment.compile_model(raw_model, plan, here.shards_model, checkpointing)
     tokens = torch.zeros(size, block_size, dtype=torch.int64, device=device)
     targets = torch.zeros_like(tokens)  # not the same tensor: torch compiles other code for that
-    # A CUDA graph's first run warms up, the second records, the third replays.
+    # CUDA graphs warm up, record and replay; otherwise a second run has gradients to add to.
     runs = 3 if plan.cuda_graphs else min(2, sequences_per_process // size)
     try:
         for _ in range(0 if eval_only else runs):

@@ -11,8 +11,9 @@ real train.py, with the flags given. Every run becomes a line of --out, with its
 the second command above trains nothing.
 
 Time is that of training steps alone, without compilation and evaluation. The bar is the final loss
-of the baseline that ends lowest (mean over its seeds); when ours reached it is interpolated between
-evaluations. Checkpoints go to the folder for temporary files: TMPDIR=/dev/shm keeps them in memory.
+of the baseline that ends lowest (by its mean), with the same seed; when ours reached it is
+interpolated between evaluations. Checkpoints go to the folder for temporary files: TMPDIR=/dev/shm
+keeps them in memory.
 """
 
 import json

@@ -27,7 +27,7 @@ POLYNOMIALS = (
     (3.454472, -2.487546, 0.477513),
     (2.511527, -1.852448, 0.438833),
 )
-MARGIN = 1.02  # by so much more than its norm a matrix is divided, for the same reason
+MARGIN = 1.02  # times its norm is what a matrix is divided by, for the same reason
 ROW_MEMORY = 0.95  # of the running mean square of a row
 UPDATE_RMS = 0.2  # what AdamW's updates typically have: one learning rate serves both
 

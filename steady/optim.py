@@ -17,7 +17,7 @@ from steady.distributed import (
 import torch
 from torch import Tensor, nn
 
-MUON_MOMENTUM = 0.85, 0.95, 300  # from, to, in so many steps
+MUON_MOMENTUM = 0.85, 0.95, 300  # at first, at last, and how many steps it rises for
 MUON_ELEMENTS = 2**26  # in matrices that are treated at once: bounds the memory for it
 IGNORE_SCALE = ("mps",)  # devices whose fused AdamW takes no notice of grad_scale and found_inf
 
@@ -52,14 +52,14 @@ class Muon(AdamW):
         super().__init__(groups, **settings)
         self.dtype = dtype if dtype == torch.bfloat16 else torch.float32
         self.add_momentum, self.scale_rows = muon.add_momentum, muon.scale_rows
-        if compiled and self.muon_group["params"][0].is_cuda:  # a third of the memory traffic
+        if compiled and self.muon_group["params"][0].is_cuda:  # moves a third of the bytes
             self.add_momentum = compiled_if_possible(muon.add_momentum)
             self.scale_rows = compiled_if_possible(muon.scale_rows)
         self.stacks = []
         for parameters in stackable(self.muon_group["params"]):
             local = local_shards(parameters)
             momentum = torch.zeros((len(local), *local[0].shape), device=local[0].device)
-            # what rows of an orthogonal matrix have, so the average needs no warm-up
+            # the mean square of a row of an orthogonal matrix, so the average needs no warm-up
             row = torch.full_like(momentum[:, :, :1], 1.0 / max(parameters[0].shape))
             self.stacks.append((parameters, momentum, row))
             for parameter, own, own_row in zip(parameters, momentum, row, strict=True):
