@@ -130,7 +130,7 @@ def test_overfits_a_data_set_of_one_window(run, tmp_path):
 
     text = "to be, or not to "
     write_dataset(tmp_path / "data", CharTokenizer.train(text), {"train": [text], "val": [text]})
-    train(run, tmp_path, tmp_path / "data", "--max_iters=200")
+    train(run, tmp_path, tmp_path / "data", "--max_iters=200", "--lr_decay_iters=0")
     assert losses(tmp_path)[-1] < 0.01
 
 
