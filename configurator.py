@@ -193,6 +193,17 @@ def batch_note(script: str | Path) -> str | None:
     )
 
 
+def schedule_note(config: dict[str, Any]) -> str | None:
+    """A line for a schedule that ends before the run; None if it does not."""
+    end, iterations = config["lr_decay_iters"], config["max_iters"]
+    if not config["decay_lr"] or not 0 < end < iterations:
+        return None
+    return (
+        f"note: the learning rate stays at min_lr={config['min_lr']} from iteration {end} to "
+        f"{iterations}; --lr_decay_iters=0 makes the schedule as long as the run"
+    )
+
+
 def resolve(
     settings: dict[str, Setting],
     arguments: list[str],

@@ -168,7 +168,7 @@ def write_pretrained(saved: dict[str, Any], folder: Path, dtype: torch.dtype) ->
         from safetensors.torch import save_file
     except ImportError:
         raise ValueError(
-            "exporting needs two more packages: pip install safetensors tokenizers"
+            "exporting needs safetensors and tokenizers: pip install safetensors tokenizers"
         ) from None
     ours = GPTConfig(**saved["model_config"])
     kind = "Qwen3" if ours.qk_norm else "Llama"

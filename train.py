@@ -74,7 +74,7 @@ decay_lr = True  # False: constant after warm-up
 warmup_iters = 2000  # iterations of linear warm-up
 lr_decay_iters = 0  # iteration at which min_lr is reached; 0: max_iters
 min_lr = 6e-5  # final learning rate, usually a tenth of learning_rate
-decay_fraction = 0.2  # wsd: share of lr_decay_iters spent decaying
+decay_fraction = 0.2  # wsd: share of the schedule spent decaying
 # system
 device = "auto"  # auto, cpu, cuda, cuda:N, mps
 dtype = "auto"  # auto, float32, bfloat16, float16: what matrix products are computed in
@@ -254,7 +254,7 @@ log.start_clock(iter_num, sequences_per_iter * block_size, raw_model.flops_per_t
 micro_batches = loader.micro_batches(iter_num)
 tokens, targets = next(micro_batches)
 loss = torch.zeros((), device=device)  # our own tensor: a CUDA graph's output would be overwritten
-stopping, saved_iter = False, None
+stopping, saved_iter = distributed.any_process(stop_request.received), None  # while compiling
 rescue = Rescue(ckpt_path, training_state, step_shape, fit.split, log.line)  # saves at an error
 while True:
     # ---- learning rate ------------------------------------------------------

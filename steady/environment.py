@@ -43,8 +43,8 @@ if torch is not None:
     if hasattr(functorch_config, "autograd_cache_allow_custom_autograd_functions"):
         functorch_config.autograd_cache_allow_custom_autograd_functions = True
     # Before its first code for a CPU torch compiles four programs with all of its vector headers to
-    # see if the compiler knows the processor's instructions (18 s on two cores). If it does not,
-    # the model's code fails to compile too, and a line says so.
+    # see which of the processor's instructions the compiler knows: 18 s on two cores. Compilers of
+    # the last eight years know them; with an older one nothing is compiled, and a line says so.
     if platform.machine() in ("x86_64", "AMD64"):
         os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 
@@ -182,8 +182,9 @@ def summary(
 ) -> str:
     """What a run will use, in one line, with what was asked for but cannot be had."""
     compiled = (
-        f"not compiled ({plan.obstacle})" if plan.obstacle else f"to be compiled ({plan.mode})"
-    )
+        f"not compiled ({plan.obstacle})" if plan.obstacle
+        else f"to be compiled ({plan.mode}), which takes a minute or so"
+    )  # fmt: skip
     name = str(device)
     if device.type == "cuda":
         name = f"{device} ({torch.cuda.get_device_name(device)})"

@@ -16,7 +16,7 @@ from steady import output
 from steady.folder import whole_file
 from steady.hardware import Limits
 
-from configurator import batch_note, read_settings, resolve
+from configurator import batch_note, read_settings, resolve, schedule_note
 
 
 class RunLog:
@@ -93,9 +93,9 @@ class RunLog:
                 shown.append(f"{name}={config[name]}")
         text = "settings " + (", ".join(shown) or "all at their defaults")
         self.line(textwrap.fill(text, 100, subsequent_indent="  ", break_on_hyphens=False))
-        note = batch_note(script)
-        if note:
-            self.line(note)
+        for note in (batch_note(script), schedule_note(config)):
+            if note:
+                self.line(note)
 
     def start_clock(
         self, iter_num: int, tokens_per_iter: int, flops_per_token: int, limits: Limits

@@ -12,7 +12,7 @@ import time
 import types
 import warnings
 
-from steady import checkpoint, environment, hardware, recompute
+from steady import checkpoint, environment, hardware, memory, recompute
 from steady.runlog import RunLog, read_metrics
 
 import pytest
@@ -299,7 +299,7 @@ def test_second_signal_stops_at_once(fork, sums, tmp_path):
     more = [f"--dataset={sums}", f"--out_dir={tmp_path}", "--eval_iters=100000"]
     process = fork("train.py", *TINY, *more)
     for line in process.stdout:
-        if line.startswith("settings"):
+        if line.startswith("memory"):
             break
     time.sleep(1.0)
     process.send_signal(signal.SIGINT)
@@ -308,6 +308,23 @@ def test_second_signal_stops_at_once(fork, sums, tmp_path):
     process.send_signal(signal.SIGINT)
     assert process.wait(10) != 0
     assert "Traceback" not in process.stdout.read()
+
+
+def test_f31_a_request_while_compiling_trains_nothing_more(run, sums, tmp_path, monkeypatch):
+    fit = memory.fit
+
+    def request_and_fit(*arguments):
+        signal.raise_signal(signal.SIGINT)
+        return fit(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(memory, "fit", request_and_fit)
+        shown = train(run, tmp_path / "parts", sums)
+    assert "stopped at iteration 0, saved" in shown
+    assert not evaluations(tmp_path / "parts") and not steps(tmp_path / "parts")
+    train(run, tmp_path / "parts", sums, "--init_from=resume")
+    train(run, tmp_path / "whole", sums)
+    assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
 
 
 def test_first_signal_stops_what_saves_nothing(fork, sums, tmp_path):
@@ -695,6 +712,15 @@ def test_a_batch_size_alone_is_said_to_change_the_global_batch(run, sums, tmp_pa
         monkeypatch.setattr(sys, "argv", ["train.py", str(config), *arguments])
         note = batch_note(ROOT / "train.py")
         assert note is None if end is None else note.endswith(end)
+
+
+def test_a_schedule_shorter_than_the_run_is_said(run, sums, tmp_path):
+    shown = train(run, tmp_path / "short", sums, "--max_iters=4", "--lr_decay_iters=3")
+    assert (
+        "note: the learning rate stays at min_lr=6e-05 from iteration 3 to 4; --lr_decay_iters=0 "
+        "makes the schedule as long as the run\n"
+    ) in shown
+    assert "note:" not in train(run, tmp_path / "as_long", sums, "--max_iters=4")
 
 
 # ---- watching and debugging -------------------------------------------------------------------
