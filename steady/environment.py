@@ -181,10 +181,9 @@ def summary(
     device: torch.device, dtype: torch.dtype, plan: Plan, here: Place, fp8: bool = False
 ) -> str:
     """What a run will use, in one line, with what was asked for but cannot be had."""
-    compiled = (
-        f"not compiled ({plan.obstacle})" if plan.obstacle
-        else f"to be compiled ({plan.mode}), which takes a minute or so"
-    )  # fmt: skip
+    compiled = f"to be compiled ({plan.mode}), which takes a minute or so"
+    if plan.obstacle:
+        compiled = f"not compiled ({plan.obstacle})"
     name = str(device)
     if device.type == "cuda":
         name = f"{device} ({torch.cuda.get_device_name(device)})"
