@@ -295,9 +295,7 @@ class GPT(nn.Module):
         x = self.final_norm(x)
         if targets is None:
             return self.lm_head(x)
-        return linear_cross_entropy(
-            x.flatten(0, 1), self.lm_head.weight, targets.flatten(), *self.lm_head.float8_copy()
-        )
+        return linear_cross_entropy(x.flatten(0, 1), self.lm_head.weight, targets.flatten())
 
     def use_cudnn_attention(self, use: bool) -> None:
         """Whether training and evaluation call cuDNN's attention; decide before compiling."""

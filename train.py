@@ -17,7 +17,7 @@ from pathlib import Path
 
 from steady import checkpoint, distributed, environment, folder, hardware, memory, optim, recompute
 from steady.dataloader import DataLoader, DataSet, TokenFile, validation_batches
-from steady.float8 import float8_parts, require_float8, use_float8
+from steady.float8 import require_float8, use_float8
 from steady.generate import sample_while_training
 from steady.profiler import Profiler
 from steady.runlog import RunLog
@@ -80,7 +80,7 @@ device = "auto"  # auto, cpu, cuda, cuda:N, mps
 dtype = "auto"  # auto, float32, bfloat16, float16: what matrix products are computed in
 compile = True  # torch.compile the model; falls back with a line that says why
 compile_mode = "default"  # default, reduce-overhead, max-autotune, max-autotune-no-cudagraphs
-fp8 = False  # products in FP8, where that is faster: NVIDIA Ada and newer
+fp8 = False  # the blocks' products in FP8: NVIDIA Ada and newer, n_embd of 1024 or more
 activation_checkpointing = "none"  # recompute for memory: none, selective (not attention), block
 parallel = "ddp"  # several processes: ddp, or fsdp to divide a model too large for one GPU
 backend = "auto"  # between processes: auto, nccl, gloo
@@ -157,7 +157,7 @@ del start  # the checkpoint's tensors
 if here.master and init_from != "resume" and not eval_only:
     folder.set_aside(out_path)
 log = RunLog(out_path, config, iter_num, quiet=not here.master)
-log.line(environment.summary(device, dtype, plan, here, fp8 and float8_parts(model_config)))
+log.line(environment.summary(device, dtype, plan, here, fp8))
 log.line(raw_model.summary(data.vocab_size))
 log.line(data.summary(sequences_per_iter * block_size))
 log.settings(config, __file__)

@@ -178,12 +178,9 @@ def why_not_compiled(error: Exception) -> str:
 
 
 def summary(
-    device: torch.device, dtype: torch.dtype, plan: Plan, here: Place, in_float8: str | bool = False
+    device: torch.device, dtype: torch.dtype, plan: Plan, here: Place, fp8: bool = False
 ) -> str:
-    """What a run will use, in one line, with what was asked for but cannot be had.
-
-    in_float8: the parts of the model that are multiplied in FP8.
-    """
+    """What a run will use, in one line, with what was asked for but cannot be had."""
     compiled = f"to be compiled ({plan.mode}), which takes a minute or so"
     if plan.obstacle:
         compiled = f"not compiled ({plan.obstacle})"
@@ -205,7 +202,7 @@ def summary(
     if device.type == "cuda" and dtype == torch.bfloat16:
         if not torch.cuda.is_bf16_supported(including_emulation=False):
             computed += " (slow: this GPU only emulates it; float16 is what it has)"
-    computed += f" and float8 ({in_float8})" if in_float8 else ""
+    computed += " and float8" if fp8 else ""
     line = f"device {name}, dtype {computed}, {compiled}"
     return line if here.world_size == 1 else f"{line}\n{here.world_size} processes, {here.parallel}"
 

@@ -1,4 +1,4 @@
-"""Matrix products in FP8, of the blocks' linear layers and the head: forward and both of backward.
+"""Matrix products in FP8, of the linear layers in the blocks: forward and both of backward.
 
 A GPU that has FP8 multiplies it twice as fast as bfloat16. e4m3, with three bits for the fraction
 and values up to 448, holds inputs and weights; e5m2, with a larger range, gradients (Micikevicius
@@ -25,8 +25,6 @@ from torch import Tensor, nn
 if TYPE_CHECKING:
     from steady.memory import StepShape
 
-    from model import GPTConfig
-
 try:
     import triton
     import triton.language as tl
@@ -34,23 +32,8 @@ except ImportError:
     triton = None
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+MIN_WIDTH = 1024  # from which on FP8 makes a step faster (H200, see docs/results.md)
 MULTIPLE = 16  # FP8 kernels take matrices whose sides are multiples of this
-# from which on FP8 makes a step faster (H200, see docs/results.md)
-MIN_WIDTH = 1024  # of the blocks
-MIN_VOCAB = 32768  # of the head; smaller ones were not measured
-
-
-def in_blocks(config: GPTConfig) -> bool:
-    return config.n_embd >= MIN_WIDTH
-
-
-def in_head(config: GPTConfig) -> bool:
-    return config.vocab_size >= MIN_VOCAB and config.vocab_size % MULTIPLE == 0
-
-
-def float8_parts(config: GPTConfig) -> str:
-    """What of such a model is multiplied in FP8, for the beginning of a run's log."""
-    return " and ".join(["blocks"] * in_blocks(config) + ["head"] * in_head(config))
 
 
 def require_float8(step: StepShape, device: torch.device) -> None:
@@ -68,19 +51,18 @@ def require_float8(step: StepShape, device: torch.device) -> None:
         raise ValueError(f"fp8=True goes with dtype=bfloat16, not {name}")
     if step.here.shards_model:
         raise ValueError("fp8=True does not work with parallel=fsdp: use parallel=ddp or fp8=False")
-    if not in_blocks(config) and not in_head(config):
+    if config.n_embd < MIN_WIDTH:
         raise ValueError(
-            f"fp8=True makes blocks faster from n_embd={MIN_WIDTH} on and the head from "
-            f"vocab_size={MIN_VOCAB} on (multiples of {MULTIPLE}), and this model has "
-            f"n_embd={config.n_embd} and vocab_size={config.vocab_size}: use fp8=False"
+            f"fp8=True makes models narrower than n_embd={MIN_WIDTH} slower, and this one has "
+            f"n_embd={config.n_embd}: use fp8=False"
         )
-    sizes = {"block_size": config.block_size, "n_embd": config.n_embd}
-    if in_blocks(config):
-        sizes |= {
-            "n_hidden": config.n_hidden,
-            "n_head * head_dim": config.n_head * config.head_dim,
-            "n_kv_head * head_dim": config.n_kv_head * config.head_dim,
-        }
+    sizes = {
+        "block_size": config.block_size,
+        "n_embd": config.n_embd,
+        "n_hidden": config.n_hidden,
+        "n_head * head_dim": config.n_head * config.head_dim,
+        "n_kv_head * head_dim": config.n_kv_head * config.head_dim,
+    }
     for name, size in sizes.items():
         if size % MULTIPLE:
             raise ValueError(f"fp8=True needs multiples of {MULTIPLE}, but {name} is {size}")
@@ -88,25 +70,22 @@ def require_float8(step: StepShape, device: torch.device) -> None:
 
 @torch.no_grad()
 def use_float8(model: nn.Module, optimizer: AdamW, plan: Plan) -> None:
-    """Have the linear layers of `model`'s blocks and its head multiply in FP8 when training, where
-    it pays; their copies of the weights are made now and after every step of `optimizer`. Decide
-    before compiling."""
-    parts = [*model.blocks] if in_blocks(model.config) else []
-    parts += [model.lm_head] if in_head(model.config) else []
-    copies = []
-    for part in parts:
-        layers = [module for module in part.modules() if isinstance(module, nn.Linear)]
+    """Have the linear layers of `model`'s blocks multiply in FP8 when training; their copies of the
+    weights are made now and after every step of `optimizer`. Decide before compiling."""
+    blocks = []
+    for block in model.blocks:
+        layers = [module for module in block.modules() if isinstance(module, nn.Linear)]
         for layer in layers:
             layer.weight8 = torch.empty_like(layer.weight, dtype=E4M3)
             layer.weight8_scale = layer.weight.new_empty(())
-        copies.append([(layer.weight, layer.weight8, layer.weight8_scale) for layer in layers])
+        blocks.append([(layer.weight, layer.weight8, layer.weight8_scale) for layer in layers])
     # Compiled, it takes half of the memory traffic. One call per weight would take the host longer;
     # one for all blocks would take long to compile. CUDA graphs hold the addresses: in place.
     write = compiled_if_possible(write_copies, dynamic=False) if plan.compiled else write_copies
 
     @torch.no_grad()
     def after_step(*_):
-        for weights_and_copies in copies:
+        for weights_and_copies in blocks:
             write(weights_and_copies)
 
     after_step()

@@ -36,13 +36,9 @@ class Linear(nn.Linear):
     def in_float8(self) -> bool:
         return self.training and self.weight8 is not None
 
-    def float8_copy(self) -> tuple[Tensor, ...]:
-        """The FP8 copy of the weight and its scale, or nothing where that is not multiplied."""
-        return (self.weight8, self.weight8_scale) if self.in_float8 else ()
-
     def forward(self, x: Tensor) -> Tensor:
         if self.in_float8:
-            return float8_linear(x, self.weight, *self.float8_copy())
+            return float8_linear(x, self.weight, self.weight8, self.weight8_scale)
         return linear(x, self.weight)
 
 

@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
-from steady import distributed, environment, float8, hardware
+from steady import distributed, environment, hardware
 from steady.distributed import Place
 from steady.environment import Plan
 from steady.loss import CHUNK_ELEMENTS
@@ -114,8 +114,6 @@ def estimate(
             of a model that is divided among several.
     """
     config = step.model_config
-    blocks8 = step.fp8 and float8.in_blocks(config)
-    head8 = step.fp8 and float8.in_head(config)
     tokens, size = batch_size * config.block_size, step.dtype.itemsize
     width, kv_width = config.n_embd, config.n_kv_head * config.head_dim
     q_width = config.n_head * config.head_dim
@@ -124,7 +122,7 @@ def estimate(
     block = 4 * width + 2 * q_width + 2 * kv_width + 3 * config.n_hidden
     if not step.plan.compiled:  # also the gate's SiLU, and the norms' inputs in float32
         block += config.n_hidden + (2 * width if size < 4 else 0)
-    elif step.shards > 1 or blocks8:  # norms' outputs and the product are recomputed
+    elif step.shards > 1 or step.fp8:  # norms' outputs and the product are recomputed
         block -= config.n_hidden + 2 * width
     if step.dtype == torch.float16:  # the residual stream stays in float32
         block += 2 * width
@@ -147,7 +145,7 @@ def estimate(
         copied = min(1, 2 * together / config.n_layer)
     else:  # all, from forward to backward
         copied = gathered or size < 4
-    copies = in_blocks * (1 if blocks8 else size * copied)  # of the blocks' weights, in bytes
+    copies = in_blocks * (1 if step.fp8 else size * copied)  # of the blocks' weights, in bytes
     weights = 4 * step.n_params / step.shards
     if step.eval_only:  # one block's values at a time, and copies of its weights
         held = weights + (copies if step.shards > 1 else copies / config.n_layer)
@@ -164,9 +162,7 @@ def estimate(
         "gradients": weights if step.keeps_gradients(batch_size) else 0,
         "optimizer": state,
         "activations": size * tokens * (kept + 4 * width),  # and the loss's inputs and gradients
-        # one chunk, in FP8 its gradient and that transposed too; the head's gradient being summed
-        # up, in FP8 the head's copy and that transposed too
-        "logits": (size + 2 * head8) * chunk + (8 + 2 * head8) * head,
+        "logits": size * chunk + 8 * head,  # one chunk, and the head's gradient being summed up
     }
     end = {
         "weights": weights,

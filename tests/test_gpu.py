@@ -17,7 +17,7 @@ from functools import partial
 from steady import distributed, environment, float8, hardware, optim, recompute
 from steady.generate import generate
 from steady.linear import linear
-from steady.loss import linear_cross_entropy, losses_and_float8_gradient
+from steady.loss import linear_cross_entropy
 from steady.optim import Gradients
 from steady.prepare import split_text, write_dataset
 from steady.recompute import use_activation_checkpointing
@@ -571,8 +571,7 @@ def test_f14_loss_is_as_close_to_float64_as_full_logits_are(dtype, mode, vocab_s
         return F.cross_entropy(F.linear(h, w), t, ignore_index=-1)
 
     def ours(h, w, t):
-        chunk_elements = vocab_size * 300  # leaves a remainder
-        return linear_cross_entropy(h, w, t, chunk_elements=chunk_elements)
+        return linear_cross_entropy(h, w, t, vocab_size * 300)  # chunks with a remainder
 
     def run(function, h, w, cast=True):
         h, w = h.clone().requires_grad_(), w.clone().requires_grad_()
@@ -809,13 +808,7 @@ def test_f15_fsdp_finds_what_fits_by_the_estimate(data, tmp_path):
 
 # ---- FP8 --------------------------------------------------------------------------------------
 
-WIDE = [
-    "--n_embd=1024",
-    "--n_head=8",
-    "--n_kv_head=4",
-    "--vocab_size=32768",
-    "--learning_rate=1e-4",
-]  # at 3e-4: 0.12
+WIDE = ["--n_embd=1024", "--n_head=8", "--n_kv_head=4", "--learning_rate=1e-4"]  # at 3e-4: 0.12
 FP8_CELLS = [
     ("off", 1, "none", 1),
     ("default", 1, "none", 1),
@@ -856,7 +849,7 @@ def test_fp8_trains_like_bfloat16_however_it_is_compiled_and_split(in_fp8, cell)
     found, reference = in_fp8[cell], in_fp8["default", 1, "none", 0]
     assert "error" not in found, found["error"]
     assert "error" not in reference, reference["error"]
-    assert "dtype bfloat16 and float8 (blocks and head)" in found["shown"]
+    assert "dtype bfloat16 and float8" in found["shown"]
     worst = max(map(abs_difference, found["losses"], reference["losses"]))
     print(f"\n{cell}: worst {worst:.4f}, evaluation {found['val'][-1] - reference['val'][-1]:.4f}")
     assert 0 < worst < FP8_TOLERANCE
@@ -873,8 +866,7 @@ def test_f52_compiled_fp8_gradients_are_those_of_eager_code(kind, mode):
     in the embeddings make up to 0.19 of difference)."""
     torch._dynamo.reset()
     torch.manual_seed(0)
-    model_config = GPTConfig(block_size=128, vocab_size=32768, n_layer=2, n_head=8, n_embd=1024)
-    model = GPT(model_config).cuda()
+    model = GPT(GPTConfig(block_size=128, vocab_size=512, n_layer=2, n_head=8, n_embd=1024)).cuda()
     config = {"optimizer": "adamw", "learning_rate": 1e-3, "beta1": 0.9, "beta2": 0.95,
               "weight_decay": 0.1}  # fmt: skip
     plan = environment.plan(True, mode, torch.device("cuda"))
@@ -899,51 +891,6 @@ def test_f52_compiled_fp8_gradients_are_those_of_eager_code(kind, mode):
     optimizer.step()  # the copies change in place: recorded graphs multiply the new ones
     changed = gradient_of(environment.compile_model(model, plan, False, kind))
     assert any((a - b).norm() > 0.3 * b.norm() for a, b in zip(changed, compiled, strict=True))
-
-
-def test_fp8_gradient_by_logits_is_that_of_a_cpu():
-    torch.manual_seed(0)
-    logits = 3.0 * torch.randn(200, 5008)
-    targets = torch.randint(5008, (200,))
-    targets[::7] = -1
-    losses, gradient, transposed = losses_and_float8_gradient(logits, targets)
-    found = losses_and_float8_gradient(logits.cuda(), targets.cuda())
-    torch.testing.assert_close(found[0].cpu(), losses)
-    differs = found[1].cpu().float() != gradient.float()  # an exponential's last digit
-    assert differs.float().mean() < 1e-3
-    torch.testing.assert_close(found[1].cpu().float(), gradient.float(), rtol=0.26, atol=1e-3)
-    assert torch.equal(found[2].cpu().float(), found[1].cpu().float().T)
-    assert torch.equal(transposed.float(), gradient.float().T)
-
-
-@pytest.mark.parametrize("mode", [None, "default", "reduce-overhead"])
-def test_fp8_loss_has_the_errors_of_its_formats(mode):
-    """Against float64, with chunks that leave a remainder; see test_float8.py for the bounds."""
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    hidden = torch.randn(5008, 128, device="cuda")
-    weight = torch.randn(32768, 128, device="cuda") * 0.1
-    targets = torch.randint(32768, (5008,), device="cuda")
-    targets[::7] = -1
-    weight8, scale = torch.empty_like(weight, dtype=float8.E4M3), torch.empty((), device="cuda")
-    float8.write_copies([(weight, weight8, scale)])
-
-    def run(function, *copy, dtype):
-        h, w = hidden.to(dtype).requires_grad_(), weight.to(dtype).requires_grad_()
-        with torch.autocast("cuda", torch.bfloat16, enabled=dtype == torch.float32):
-            loss = function(h, w, targets, *copy, chunk_elements=32768 * 1536)
-        loss.backward()
-        return [t.clone() for t in (loss.detach(), h.grad, w.grad)]
-
-    function = torch.compile(linear_cross_entropy, mode=mode) if mode else linear_cross_entropy
-    exact = run(linear_cross_entropy, dtype=torch.float64)
-    for _ in range(3):
-        found = run(function, weight8, scale, dtype=torch.float32)
-        errors = [((a - b).norm() / b.norm()).item() for a, b in zip(found, exact, strict=True)]
-        print(
-            f"\n{mode}: loss {errors[0]:.5f}, by hidden {errors[1]:.4f}, by weight {errors[2]:.4f}"
-        )
-        assert errors[0] < 2e-3 and all(0.01 < error < 0.1 for error in errors[1:])
 
 
 def test_fp8_transposes_as_torch_does():
