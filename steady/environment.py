@@ -35,6 +35,7 @@ except ImportError:
 if torch is not None:
     from steady.distributed import Place
     from steady.hardware import choose_device
+    from steady.kernels import kernels_work
 
     import torch._functorch.config as functorch_config
 
@@ -76,6 +77,9 @@ class Plan:
 def plan(compile: bool, mode: str, device: torch.device) -> Plan:
     """Which parts of torch.compile this run can use."""
     unwritable = provide_cache_folder()  # without one, torch does not even train uncompiled
+    if device.type == "cuda":  # uncompiled too
+        provide_libcuda()
+        kernels_work()
     obstacle = (unwritable or compile_obstacle(device)) if compile else "compile=False"
     cuda_graphs = not obstacle and mode in GRAPH_MODES and device.type == "cuda"
     if cuda_graphs:

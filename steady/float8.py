@@ -17,6 +17,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from steady.environment import Plan
+from steady.kernels import runs_kernels, tl, triton
 from steady.optim import AdamW, compiled_if_possible
 
 import torch
@@ -24,12 +25,6 @@ from torch import Tensor, nn
 
 if TYPE_CHECKING:
     from steady.memory import StepShape
-
-try:
-    import triton
-    import triton.language as tl
-except ImportError:
-    triton = None
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 MIN_WIDTH = 1024  # from which on FP8 makes a step faster (H200, see docs/results.md)
@@ -151,7 +146,7 @@ def product(
 
 def cast_and_transpose(x: Tensor, scale: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """x / scale (rows, columns) in FP8, and its transpose."""
-    if not x.is_cuda or triton is None:
+    if not runs_kernels(x):
         x8 = cast(x, scale, dtype)
         return x8, x8.T.contiguous()
     return _cast_and_transpose(x.contiguous(), scale, dtype)

@@ -11,17 +11,12 @@ N rows (B * T), C hidden size, V vocabulary.
 
 import math
 
+from steady.kernels import runs_kernels, tl, triton
 from steady.linear import compute_dtype
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-
-try:
-    import triton
-    import triton.language as tl
-except ImportError:
-    triton = None
 
 IGNORE = -1  # targets of this value do not count
 CHUNK_ELEMENTS = 2**28  # logits held at a time: 512 MiB in bfloat16
@@ -75,7 +70,7 @@ def losses_and_gradient(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor
 
     The gradient, softmax - one_hot, may take the logits' place.
     """
-    if logits.is_cuda and triton is not None and logits.dtype != torch.float64:
+    if runs_kernels(logits) and logits.dtype != torch.float64:
         losses = torch.empty(logits.shape[0], device=logits.device, dtype=torch.float32)
         block = min(8192, triton.next_power_of_2(logits.shape[1]))
         _cross_entropy_kernel[(logits.shape[0],)](

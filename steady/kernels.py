@@ -1,0 +1,44 @@
+"""Triton, and whether its kernels can be run.
+
+Before its first kernel Triton compiles a launcher in C. Where that fails, for want of a compiler
+perhaps (many containers have none), plain torch computes the same, in more time and memory.
+"""
+
+import functools
+
+import torch
+from torch import Tensor
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:
+    triton = tl = None
+
+
+@torch.compiler.assume_constant_result  # torch.compile would read what it does
+def kernels_work() -> bool:
+    """Whether Triton's kernels run on the GPU here: a small one is tried, once."""
+    return triton is not None and _small_kernel_works()
+
+
+def runs_kernels(tensor: Tensor) -> bool:
+    """Whether Triton's kernels run where `tensor` lies."""
+    return tensor.is_cuda and kernels_work()
+
+
+@functools.cache
+def _small_kernel_works() -> bool:
+    try:
+        x = torch.zeros(1, device="cuda")
+        _add_one_kernel[(1,)](x)
+        return x.item() == 1.0
+    except Exception:  # whatever a compiler may come to
+        return False
+
+
+if triton is not None:
+
+    @triton.jit
+    def _add_one_kernel(x):
+        tl.store(x, tl.load(x) + 1.0)
