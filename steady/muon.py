@@ -12,8 +12,6 @@ back.
 
 import math
 
-from steady.kernels import runs_kernels, tl, triton
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -32,7 +30,6 @@ POLYNOMIALS = (
 MARGIN = 1.02  # times its norm is what a matrix is divided by, for the same reason
 ROW_MEMORY = 0.95  # of the running mean square of a row
 UPDATE_RMS = 0.2  # what AdamW's updates typically have: one learning rate serves both
-TILE, STEP = 128, 64  # of the Triton kernel: a tile's side, and how much of a sum is loaded at once
 
 
 def add_momentum(
@@ -70,66 +67,11 @@ def orthogonalise(matrices: Tensor) -> Tensor:
     norm = matrices.norm(dim=(1, 2), keepdim=True, dtype=torch.float32)
     x = matrices * (1.0 / (MARGIN * norm + 1e-12)).to(matrices.dtype)
     for a, b, c in POLYNOMIALS:  # a x + b (x x^T) x + c (x x^T)^2 x, on the shorter side
-        squares = times_own_transpose(x.mT if tall else x)
-        factor = times_own_transpose(squares, (a, b, c))
+        squares = x.mT @ x if tall else x @ x.mT
+        factor = torch.baddbmm(squares, squares, squares, beta=b, alpha=c)
+        factor.diagonal(dim1=1, dim2=2).add_(a)
         x = x @ factor if tall else factor @ x
     return x
-
-
-def times_own_transpose(x: Tensor, polynomial: tuple[float, float, float] | None = None) -> Tensor:
-    """x x^T of x (n, rows, columns), or a I + b x + c x x^T of a symmetric x, for a `polynomial`
-    (a, b, c). The result (n, rows, rows) is symmetric, so a GPU computes half of it."""
-    n, rows, columns = x.shape
-    if not runs_kernels(x) or x.dtype != torch.bfloat16 or columns % STEP:
-        if polynomial is None:
-            return x @ x.mT
-        a, b, c = polynomial
-        result = torch.baddbmm(x, x, x, beta=b, alpha=c)
-        result.diagonal(dim1=1, dim2=2).add_(a)
-        return result
-    result = torch.empty((n, rows, rows), dtype=x.dtype, device=x.device)
-    a, b, c = polynomial or (0.0, 0.0, 1.0)
-    tiles = triton.cdiv(rows, TILE)
-    _times_own_transpose_kernel[tiles, tiles, n](
-        x, result, rows, columns, *x.stride(), a, b, c,
-        POLYNOMIAL=polynomial is not None, TILE=TILE, STEP=STEP, num_warps=4, num_stages=3,
-    )  # fmt: skip
-    return result
-
-
-if triton is not None:
-
-    @triton.jit
-    def _times_own_transpose_kernel(
-        x, result, rows, columns, matrix_stride, row_stride, column_stride, a, b, c,
-        POLYNOMIAL: tl.constexpr, TILE: tl.constexpr, STEP: tl.constexpr,
-    ):  # fmt: skip
-        """One program per tile; those above the diagonal leave theirs to the tile opposite."""
-        i, j, matrix = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
-        if j > i:
-            return
-        row, column = i * TILE + tl.arange(0, TILE), j * TILE + tl.arange(0, TILE)
-        k = tl.arange(0, STEP)
-        x += matrix * matrix_stride
-        # rows beyond the last may be any, since they are not written
-        left = x + (row % rows)[:, None] * row_stride + k[None, :] * column_stride
-        right = x + (column % rows)[None, :] * row_stride + k[:, None] * column_stride
-        total = tl.zeros((TILE, TILE), dtype=tl.float32)
-        for _ in range(0, columns, STEP):
-            total = tl.dot(tl.load(left), tl.load(right), total)
-            left += STEP * column_stride
-            right += STEP * column_stride
-        here = row[:, None] * rows + column[None, :]
-        inside = (row < rows)[:, None] & (column < rows)[None, :]
-        if POLYNOMIAL:
-            own = tl.load(x + here, mask=inside, other=0.0).to(tl.float32)
-            diagonal = tl.where(row[:, None] == column[None, :], a, 0.0)
-            total = diagonal + b * own + c * total
-        total = total.to(result.dtype.element_ty)
-        result += matrix * rows * rows
-        tl.store(result + here, total, mask=inside)
-        opposite = column[:, None] * rows + row[None, :]
-        tl.store(result + opposite, tl.trans(total), mask=tl.trans(inside))
 
 
 def orthogonalise_together(matrices: Tensor, whole_rows: int | None = None) -> Tensor:

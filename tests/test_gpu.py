@@ -14,7 +14,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
-from steady import distributed, environment, float8, hardware, muon, optim, recompute
+from steady import distributed, environment, float8, hardware, optim, recompute
 from steady.generate import generate
 from steady.linear import linear
 from steady.loss import linear_cross_entropy
@@ -449,8 +449,7 @@ def test_f08_tritons_own_search_fails_where_ldconfig_knows_no_driver_and_finds_o
 # ---- F09, F48: no compiler, or a broken one -----------------------------------------------------
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-@pytest.mark.parametrize("broken", [False, True], ids=["missing", "broken"])
+@pytest.mark.parametrize("broken, optimizer", [(False, "adamw"), (True, "muon")])
 def test_f09_f48_without_a_compiler_plain_torch_takes_the_kernels_place(
     data, tmp_path, broken, optimizer
 ):
@@ -465,41 +464,8 @@ def test_f09_f48_without_a_compiler_plain_torch_takes_the_kernels_place(
     assert "not compiled" in found["shown"] and "Traceback" not in found["shown"]
     expected = train(data, tmp_path / "b", *arguments, "--compile=False")
     worst = max(map(abs_difference, found["losses"], expected["losses"]))
-    print(f"\n{compiler.name} {optimizer}: worst {worst:.4f}")
+    print(f"\n{optimizer}: worst {worst:.4f}")
     assert worst < 5 * TOLERANCE
-
-
-# ---- Muon -------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("rows, columns", [(768, 2048), (200, 64), (1600, 320), (64, 768)])
-def test_half_of_a_symmetric_product_is_all_of_it(rows, columns):
-    torch.manual_seed(0)
-    x = torch.randn(3, columns, rows, device="cuda", dtype=torch.bfloat16).mT / rows**0.5
-    found = muon.times_own_transpose(x)
-    right = x.double() @ x.double().mT
-    assert torch.equal(found, found.mT)
-    assert (found - right).norm() < 0.003 * right.norm()
-    a, b, c = polynomial = muon.POLYNOMIALS[0]
-    squares = found[:, : rows // 64 * 64, : rows // 64 * 64].contiguous()
-    found = muon.times_own_transpose(squares, polynomial)
-    exact = squares.double()
-    right = b * exact + c * exact @ exact
-    right.diagonal(dim1=1, dim2=2).add_(a)
-    assert torch.equal(found, found.mT)
-    assert (found - right).norm() < 0.003 * right.norm()
-
-
-@pytest.mark.parametrize("shape", [(3, 768, 2048), (3, 2048, 768), (5, 320, 320), (2, 96, 200)])
-def test_muons_kernel_makes_matrices_as_orthogonal_as_plain_torch_does(monkeypatch, shape):
-    torch.manual_seed(0)
-    x = torch.randn(shape, device="cuda").bfloat16()
-    found = muon.orthogonalise(x)
-    monkeypatch.setattr(muon, "runs_kernels", lambda _: False)
-    plain = muon.orthogonalise(x)
-    assert (found.float() - plain.float()).norm() < 0.02 * plain.float().norm()
-    singular = torch.linalg.svdvals(found.float())
-    assert singular.min() > 0.7 and singular.max() < 1.26
 
 
 # ---- F13: attention ---------------------------------------------------------------------------
