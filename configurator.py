@@ -60,12 +60,12 @@ RANGES = (
     )),
     ("at least 0 and finite", lambda value: 0 <= value < math.inf, (
         "learning_rate", "min_lr", "weight_decay", "grad_clip", "norm_eps", "temperature",
-        "decay_fraction", "reference",
+        "reference",
     )),
     ("above 0 and finite", lambda value: 0 < value < math.inf, ("rope_theta",)),
     ("at least 0 and below 1", lambda value: 0 <= value < 1, ("beta1", "beta2", "dropout")),
     ("above 0 and at most 1", lambda value: 0 < value <= 1, ("top_p",)),
-    ("at least 0 and at most 1", lambda value: 0 <= value <= 1, ("smooth",)),
+    ("at least 0 and at most 1", lambda value: 0 <= value <= 1, ("smooth", "decay_fraction")),
     ("above 0 and below 1", lambda value: 0 < value < 1, ("val_fraction",)),
     ("an integer of 64 bits", lambda value: -(2**63) <= value < 2**63, ("seed",)),
 )  # fmt: skip

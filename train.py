@@ -129,7 +129,7 @@ sequences_per_iter = batch_size * gradient_accumulation_steps
 sequences_per_process = sequences_per_iter // here.world_size
 eval_sequences = eval_iters * batch_size
 step_shape = memory.StepShape(model_config, sequences_per_process, dtype, plan, here,
-                              optimizer == "muon", fp8, eval_only)  # fmt: skip
+                              muon=optimizer == "muon", fp8=fp8, eval_only=eval_only)  # fmt: skip
 require_float8(step_shape, device)
 memory.require_room(step_shape, device)
 hardware.prepare(device, dtype, model_config.n_embd, block_size)
@@ -239,7 +239,7 @@ stop_request = StopRequest(here.world_size == 1, announce=here.master, saves=not
 # the same data, the same loss curve
 wanted = memory.Split(batch_size, activation_checkpointing)
 fit = memory.fit(try_step, step_shape, wanted, device, auto_batch)
-model, batch_size = fit.model, fit.split.batch_size
+model, batch_size = fit.model, fit.split.batch_size  # which micro_step and evaluate use
 gradient_accumulation_steps = sequences_per_iter // batch_size
 log.line(fit.report(sequences_per_iter))
 loader = DataLoader(train_file, batch_size, gradient_accumulation_steps, seed, device, here,

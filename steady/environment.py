@@ -75,11 +75,11 @@ class Plan:
 
 
 def plan(compile: bool, mode: str, device: torch.device) -> Plan:
-    """Which parts of torch.compile this run can use."""
+    """Which parts of torch.compile this run can use. Mends what can be mended for it: where torch
+    caches code, where Triton looks for the driver."""
     unwritable = provide_cache_folder()  # without one, torch does not even train uncompiled
-    if device.type == "cuda":  # uncompiled too
+    if device.type == "cuda":
         provide_libcuda()
-        kernels_work()
     obstacle = (unwritable or compile_obstacle(device)) if compile else "compile=False"
     cuda_graphs = not obstacle and mode in GRAPH_MODES and device.type == "cuda"
     if cuda_graphs:
@@ -198,6 +198,8 @@ def summary(
                 f", but not autotuned: {processors} multiprocessors, "
                 f"{MIN_AUTOTUNE_PROCESSORS} are needed"
             )
+        if not kernels_work():
+            compiled += ", without kernels of our own: slower, and more memory"
         if not expandable_segments():
             compiled += ", without expandable segments"
     elif plan.compiled and plan.mode in GRAPH_MODES:
@@ -365,6 +367,8 @@ def report() -> list[tuple[str, str, str]]:
         row("attention", ", ".join(name for name, enabled in backends.items() if enabled))
         row("libcuda", find_libcuda() or "not found: install the NVIDIA driver",
             "ok" if find_libcuda() else "problem")  # fmt: skip
+        row("kernels", "usable" if kernels_work() else "not usable: plain torch takes their place",
+            "ok" if kernels_work() else "warning")  # fmt: skip
         used = expandable_segments()
         row("allocator", "expandable segments in use" if used else
             "expandable segments not in use: unset the allocator variables above",

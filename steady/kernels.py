@@ -16,10 +16,14 @@ except ImportError:
     triton = tl = None
 
 
-@torch.compiler.assume_constant_result  # torch.compile would read what it does
 def kernels_work() -> bool:
     """Whether Triton's kernels run on the GPU here: a small one is tried, once."""
     return triton is not None and _small_kernel_works()
+
+
+# What torch.compiler.assume_constant_result does, which would import the compiler: torch.compile
+# asks, and does not trace into the answer.
+kernels_work._dynamo_marked_constant = True
 
 
 def runs_kernels(tensor: Tensor) -> bool:

@@ -2,7 +2,8 @@
 
 A GPU's matrix kernel sums in float32 what it multiplies in bfloat16. Under autocast torch rounds a
 weight's gradient to bfloat16 and converts it back to float32, in which gradients are added up. Here
-the kernel writes its sums as they are: more exact, and a pass over all gradients less.
+the kernel writes its sums as they are: more exact, and a pass over all gradients less. (Not for the
+head, whose gradient loss.py adds up chunk by chunk: float32 would take longer there.)
 """
 
 from steady.float8 import float8_linear

@@ -78,10 +78,10 @@ def losses_and_gradient(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor
         )
         return losses, logits
     log_probs = _log_softmax(logits)
-    one_hot = torch.arange(logits.shape[1], device=logits.device) == targets[:, None]
-    gradient = log_probs.exp() - one_hot.to(log_probs.dtype)
-    gradient = torch.where((targets == IGNORE)[:, None], 0.0, gradient).to(logits.dtype)
-    return _losses(log_probs, targets), gradient
+    losses, gradient = _losses(log_probs, targets), log_probs.exp_()  # in their place
+    targets = targets[:, None]
+    gradient.scatter_add_(1, targets.clamp(min=0), gradient.new_full(targets.shape, -1.0))
+    return losses, gradient.masked_fill_(targets == IGNORE, 0.0).to(logits.dtype)
 
 
 if triton is not None:

@@ -14,6 +14,8 @@ from steady import checkpoint, memory, output
 from steady.distributed import gather_full, launcher, leave
 from steady.memory import Split, StepShape
 
+import torch
+
 from configurator import one_line_errors
 
 # Steps in a row with gradients that are not finite: after how many to say so, and to end the run.
@@ -77,24 +79,22 @@ class Rescue:
 
         skipped: steps in a row that changed nothing for that reason, None if not known.
         """
-        remedy = "with a lower learning_rate, or with dtype=bfloat16"
+        remedy = "nothing was saved yet: begin again with a lower learning_rate"
+        if self.path.exists():
+            remedy = f"{self.path} is kept: go on from there with a lower learning_rate"
+        if self.step.dtype == torch.float16:
+            remedy += ", or with dtype=bfloat16"
         if not all(map(math.isfinite, losses.values())):
             self.diverged = True
             found = " and ".join(f"{name} {loss}" for name, loss in losses.items())
-            raise ValueError(
-                f"{found} at iteration {iter_num}: not finite; checkpoints in {self.path.parent} "
-                f"were not overwritten: go on from there {remedy}"
-            )
+            raise ValueError(f"{found} at iteration {iter_num}: not finite; {remedy}")
         if skipped is None:
             return
         nothing = f"gradients of {skipped:.0f} steps in a row, up to iteration {iter_num}, were "
         nothing += "not finite: these steps changed nothing"
         if skipped >= SKIPPED_TOO_LONG:
             self.diverged = True
-            kept = "nothing was saved yet: begin again"
-            if self.path.exists():
-                kept = f"{self.path} is kept: go on from there"
-            raise ValueError(f"{nothing}; {kept} {remedy}")
+            raise ValueError(f"{nothing}; {remedy}")
         if skipped >= SKIPPED_LONG > self.skipped:
             self.say(f"warning: {nothing}; the run ends if {SKIPPED_TOO_LONG} do")
         self.skipped = skipped
@@ -105,7 +105,7 @@ class Rescue:
         if memory.is_out_of_memory(error):
             flags, happened = memory.flags_for_less(self.step, self.split), "out of memory"
             traceback.clear_frames(trace)  # what they hold may be what saving lacks
-        elif here.world_size > 1 and "onnection" in str(error):
+        elif here.world_size > 1 and "onnection" in str(error):  # closed, reset, refused
             happened = "another process has ended"
         else:
             one_line_errors(kind, error, trace)

@@ -11,7 +11,7 @@ import torch
 import torch._inductor.config
 from conftest import ROOT
 
-from configurator import read_settings
+from configurator import read_settings, resolve
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 SCRIPTS = [*ROOT.glob("*.py"), *ROOT.glob("config/*.py"), *ROOT.glob("data/*/prepare.py")]
@@ -72,11 +72,21 @@ def check_command(command: str) -> None:
         return
     at = next(i for i, word in enumerate(words) if word.endswith(".py"))
     script, names = words[at], settings_of(words[at])
+    if words[0] == "torchrun":
+        check_split(words[:at], words[at:])
     for word in words[at + 1 :]:
         if word.startswith("--"):
             assert word[2:].partition("=")[0] in names, f"{script} has no {word}"
         elif word.endswith(".py"):
             assert (ROOT / word).exists(), word
+
+
+def check_split(torchrun: list[str], command: list[str]) -> None:
+    """Raises AssertionError if the processes cannot share the micro-batches of an iteration."""
+    counts = dict(word[2:].split("=") for word in torchrun if "=" in word)
+    processes = int(counts.get("nnodes", 1)) * int(counts["nproc_per_node"])
+    settings = resolve(read_settings(ROOT / "train.py"), command[1:])
+    assert settings["gradient_accumulation_steps"] % processes == 0, f"{processes} processes"
 
 
 @pytest.mark.parametrize("name", sorted({name for name, _ in all_commands()}))
@@ -91,7 +101,8 @@ def test_every_command_names_files_and_flags_that_exist(name):
 def test_a_wrong_command_is_noticed():
     assert len(all_commands()) > 60
     for command in ("python trian.py", "python train.py --bacth_size=4", "make tset",
-                    "python train.py config/nothing.py", "python -m steady.nothing"):  # fmt: skip
+                    "python train.py config/nothing.py", "python -m steady.nothing",
+                    "torchrun --nproc_per_node=3 train.py config/train_gpt2.py"):  # fmt: skip
         with pytest.raises((AssertionError, FileNotFoundError)):
             check_command(command)
 

@@ -4,10 +4,11 @@ import os
 import platform
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
-from steady import environment
+from steady import environment, kernels
 from steady.distributed import Place
 from steady.environment import Plan
 from steady.generate import sample_while_training
@@ -70,6 +71,21 @@ def test_f10_training_goes_on_eagerly_and_says_why(run, sums, tmp_path, monkeypa
     shown = run("train.py", *TINY, f"--dataset={sums}", f"--out_dir={tmp_path}",
                 "--compile=True", "--max_iters=1")  # fmt: skip
     assert "not compiled (TORCHDYNAMO_DISABLE=1 is set" in shown
+
+
+def test_f09_compiled_code_takes_the_answer_whether_kernels_run(monkeypatch):
+    def cannot_be_traced():
+        torch._dynamo.graph_break()
+        return True
+
+    monkeypatch.setattr(kernels, "triton", kernels)  # not None
+    monkeypatch.setattr(kernels, "_small_kernel_works", cannot_be_traced)
+
+    @partial(torch.compile, fullgraph=True, backend="eager")
+    def add_if_they_run(x):
+        return x + 1 if kernels.kernels_work() else x
+
+    assert add_if_they_run(torch.zeros(())) == 1
 
 
 def test_f11_gpu_too_old_for_triton_is_reported(monkeypatch):

@@ -53,6 +53,7 @@ SMALL = [
     "--learning_rate=3e-4",  # calm: at 1e-3 bfloat16 noise grows to 0.3 on some seeds
     "--warmup_iters=5",
     "--max_iters=30",
+    "--lr_decay_iters=30",  # one schedule, also for runs that end earlier
     "--eval_interval=5",
     "--eval_iters=10",
     "--device=cuda",

@@ -183,7 +183,7 @@ def test_f19_loss_that_is_not_finite_stops_and_keeps_the_checkpoint(
     good = (tmp_path / "ckpt.pt").read_bytes()
     poison(monkeypatch, 3, training)
     with pytest.raises(
-        ValueError, match="nan at iteration .* not finite; checkpoints .* not overwritten"
+        ValueError, match="nan at iteration .* not finite; .*ckpt.pt is kept: go on .* lower learn"
     ):
         train(
             run, tmp_path, sums, "--max_iters=12", "--init_from=resume",
