@@ -10,6 +10,7 @@ and AutoTokenizer, and so for vLLM, llama.cpp's converter and the evaluation har
 
 import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -204,7 +205,11 @@ def write_pretrained(saved: dict[str, Any], folder: Path, dtype: torch.dtype) ->
         for name, tensor in saved["model"].items()
         if not (ours.tied_embeddings and name == "lm_head.weight")
     }
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    try:
+        save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    except Exception as error:  # safetensors has its own for a full disk
+        raise ValueError(f"{folder} is not complete: {error}") from None
+    shutil.copymode(folder / "config.json", folder / "model.safetensors")  # or it is ours alone
     write_hf_tokenizer(saved["tokenizer"], folder)
 
 

@@ -97,7 +97,7 @@ if auto_batch:  # as many as fit, in the global batch that there is without this
 here = distributed.this_process(parallel)
 out_path = Path(out_dir)
 ckpt_path, best_path = out_path / "ckpt.pt", out_path / "best.pt"
-if here.restarted and ckpt_path.exists():
+if here.restarted and checkpoint.is_of_this_launch(ckpt_path):
     init_from = config["init_from"] = "resume"  # torchrun starts all anew after one has died
 device = hardware.choose_device(device, here.local_rank if here.world_size > 1 else None)
 dtype = hardware.choose_dtype(dtype, device, n_embd if here.world_size == 1 else 0)
@@ -117,7 +117,7 @@ asked = GPTConfig.from_settings(config, data.padded_vocab_size)
 if init_from == "scratch":
     start = checkpoint.Start(asked.settings())
 elif init_from == "resume":
-    start = checkpoint.resume(ckpt_path, asked, data.tokenizer)
+    start = checkpoint.resume(ckpt_path, asked, data.tokenizer, data.val_id)
 else:
     start = convert.start_from(init_from, data, block_size, dropout)
 model_config = GPTConfig(**start.model_config)
@@ -211,8 +211,8 @@ def try_step(size: int, checkpointing: str) -> torch.nn.Module:
     return model
 
 
-def training_state(weights_only: bool = False) -> dict:
-    """The content of ckpt.pt, all that is needed to go on bit for bit; or of best.pt."""
+def training_state(new_best: float | None = None) -> dict:
+    """The content of ckpt.pt, all that is needed to go on bit for bit; of best.pt if `new_best`."""
     state = {
         "model": raw_model.state_dict(),
         "model_config": model_config.settings(),
@@ -220,9 +220,10 @@ def training_state(weights_only: bool = False) -> dict:
         "tokenizer": data.tokenizer,
         "pretrained_dtype": pretrained_dtype,
         "iter_num": iter_num,
-        "best_val_loss": best_val_loss,
+        "best_val_loss": best_val_loss if new_best is None else new_best,
+        "val_id": data.val_id,
     }
-    return state if weights_only else state | {
+    return state if new_best is not None else state | {
         "optimizer": optimizer.state_dict(),
         "scaler": scaler.state_dict(),
         "sequences": loader.position(iter_num),
@@ -267,14 +268,13 @@ while True:
         began = time.perf_counter()
         losses = {"train_loss": evaluate(train_file), "val_loss": evaluate(val_file)}
         rescue.require_finite(losses, iter_num)
-        better = losses["val_loss"] < best_val_loss
-        best_val_loss = min(best_val_loss, losses["val_loss"])
+        better = iter_num > 0 and losses["val_loss"] < best_val_loss
         log.evaluation({"iter": iter_num} | losses, time.perf_counter() - began, better)
         if eval_only:
             break
-        if better and iter_num > 0:
-            try_save(best_path, training_state(weights_only=True))
-        if (better or always_save_checkpoint) and iter_num > 0:
+        if better and try_save(best_path, training_state(losses["val_loss"])):
+            best_val_loss = losses["val_loss"]
+        if iter_num > 0 and (better or always_save_checkpoint):
             saved_iter = iter_num if try_save(ckpt_path, training_state()) else None
         log.restart_clock(iter_num)  # evaluation is not training time
     if sample_interval and iter_num % sample_interval == 0 and iter_num > 0 and not stopping:
@@ -317,7 +317,7 @@ while True:
 
 # -----------------------------------------------------------------------------
 # the end
-saved = eval_only or saved_iter == iter_num or try_save(ckpt_path, training_state())
+saved = eval_only or saved_iter == iter_num or try_save(ckpt_path, training_state(), last=True)
 log.close()
 distributed.stop()
 if not saved:

@@ -10,6 +10,7 @@ import contextlib
 import math
 import pickle
 import shlex
+import tempfile
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from steady import distributed
 from steady.distributed import Place
-from steady.folder import last_set_aside, whole_file
+from steady.folder import hold, last_set_aside, whole_file
 from steady.optim import AdamW, load_state
 from steady.tokenizer import check_meta
 
@@ -38,8 +39,9 @@ EVERYTHING = WEIGHTS_ONLY | {"optimizer": dict, "scaler": dict, "sequences": int
 def save(path: Path, content: dict[str, Any]) -> None:
     """Write `content` to `path`. A crash or a full disk at any point leaves the old file intact; so
     does a disk that gives back something else."""
+    hold(path.parent)
     with whole_file(path, check=check_sums) as file:
-        torch.save({"format": FORMAT} | content, file)
+        torch.save({"format": FORMAT, "launch": distributed.launch()} | content, file)
 
 
 def check_sums(path: Path) -> None:
@@ -53,19 +55,62 @@ def check_sums(path: Path) -> None:
         raise zipfile.BadZipFile(f"{damaged} does not have its checksum")
 
 
-def try_save(path: Path, content: dict[str, Any], here: Place, say: Callable[[str], None]) -> bool:
+def try_save(
+    path: Path,
+    content: dict[str, Any],
+    here: Place,
+    say: Callable[[str], None],
+    last: bool = False,
+) -> bool:
     """`save` what all processes hold together; every one of them must call it.
 
     A save that fails is no reason to end a run: it is said, and False returned on every process.
+    If it is the `last`, it goes to the folder for temporary files then.
     """
     failed, content = False, distributed.gather_full(content)
     try:
         if here.master:
             save(path, content)
     except Exception as error:
-        say(f"warning: {path} was not saved, the last good one is kept: {error}")
+        kept = ", the last good one is kept" if path.exists() else ""
+        say(f"warning: {path} was not saved{kept}: {what_failed(error)}")
+        if last:
+            say(save_elsewhere(path, content))
         failed = True
     return not distributed.any_process(failed)
+
+
+def save_elsewhere(path: Path, content: dict[str, Any]) -> str:
+    """Save in the folder for temporary files what cannot be saved at `path`; returns what became of
+    it."""
+    spare = Path(tempfile.mkdtemp(prefix="ckpt-")) / path.name
+    try:
+        save(spare, content)
+    except Exception as error:
+        spare.parent.rmdir()
+        return f"warning: {spare} was not saved either: {what_failed(error)}"
+    return f"saved {spare} instead: to go on from it, move it to {path}"
+
+
+def what_failed(error: Exception) -> str:
+    """In words: torch's writer says only that a position is not the one expected, and the system's
+    error is the one before it."""
+    found = error
+    while found is not None and not isinstance(found, OSError):
+        found = found.__context__
+    return str(found or error).partition("\n")[0]
+
+
+def load_plain(path: Path) -> Any:
+    """Tensors and plain values, on the CPU; where there is anything else, pickle's error."""
+    return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+
+
+def is_of_this_launch(path: Path) -> bool:
+    """Whether the run that wrote `path` was started by the same torchrun as this process."""
+    with contextlib.suppress(Exception):  # damage is told by `read`
+        return load_plain(path)["launch"] == distributed.launch()
+    return path.exists()
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -77,7 +122,7 @@ def read(path: Path) -> dict[str, Any]:
         raise ValueError(f"no checkpoint at {path}: train first, or check --out_dir")
     try:
         check_sums(path)
-        content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        content = load_plain(path)
     except pickle.UnpicklingError:
         raise ValueError(
             f"{path} holds more than tensors and plain values; it was not loaded, because loading "
@@ -205,13 +250,14 @@ class Start(NamedTuple):
     scaler: dict[str, Any] | None = None
 
 
-def resume(path: Path, asked: GPTConfig, tokenizer: dict[str, Any]) -> Start:
+def resume(path: Path, asked: GPTConfig, tokenizer: dict[str, Any], val_id: str) -> Start:
     """Where the run that wrote `path` was.
 
     Args:
         asked: the architecture that the settings ask for. It must be the checkpoint's, except for
             dropout; where it once came with pretrained weights, it still does.
         tokenizer: the data set's.
+        val_id: of its val.bin. The lowest loss on another one is no bar for this one.
     """
     saved, model_config = load(path, EVERYTHING), asked.settings()
     architecture(saved, type(asked), path)
@@ -224,12 +270,17 @@ def resume(path: Path, asked: GPTConfig, tokenizer: dict[str, Any]) -> Start:
         model_config | {"tokenizer": tokenizer},
         path,
     )
+    best_val_loss = saved["best_val_loss"]
+    if saved.get("val_id", val_id) != val_id:
+        best_val_loss = math.inf
+        if distributed.this_process().master:
+            print("note: val.bin is not the one of the checkpoint: its best loss does not count")
     return Start(
         model_config,
         saved["model"],
         pretrained_dtype,
         saved["iter_num"],
-        saved["best_val_loss"],
+        best_val_loss,
         saved["sequences"],
         saved["optimizer"],
         saved["scaler"],

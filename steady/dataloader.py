@@ -7,9 +7,11 @@ is a slice of them. So the data does not depend on the micro-batch size, the num
 how often a run was resumed.
 """
 
+import contextlib
 import json
 import math
 import threading
+import zlib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -39,12 +41,18 @@ def read_meta(folder: Path) -> dict[str, Any]:
         raise ValueError(
             f"no data set at {folder} (train.bin is missing): "
             + (f"run python {prepare}" if prepare.exists() else "see data/ for the ones there are, "
-               "or make one of your own text with python data/text/prepare.py --input=FILE")
+               "write a path elsewhere in full, or make one of your own text with "
+               "python data/text/prepare.py --input=FILE")
         )  # fmt: skip
     path = folder / "meta.json"
     try:
         meta = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
+        if (folder / "meta.pkl").exists():
+            raise ValueError(
+                f"{folder} has nanoGPT's meta.pkl and no meta.json: prepare the data set again, "
+                "with the prepare.py of the same name here, or data/text/prepare.py"
+            ) from None
         return {}
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not valid JSON: {error}") from None
@@ -68,6 +76,9 @@ class DataSet:
         self.padded_vocab_size = vocab_size or math.ceil(self.vocab_size / 64) * 64
         self.dtype = self.meta.get("dtype", "uint16")
         self.tokenizer = {key: self.meta[key] for key in META_KEYS if key in self.meta}
+        self.val_id = ""  # tells this val.bin from another: its size, its beginning's checksum
+        with contextlib.suppress(FileNotFoundError), open(folder / "val.bin", "rb") as file:
+            self.val_id = f"{zlib.crc32(file.read(2**20)):08x}, {file.seek(0, 2)} bytes"
 
     def open(self, block_size: int, vocab_size: int) -> tuple["TokenFile", "TokenFile"]:
         """The training and the validation tokens, for a model of that context and vocabulary."""

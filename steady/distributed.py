@@ -62,6 +62,21 @@ def restarts() -> int:
     return int(found)
 
 
+def launch() -> str:
+    """What tells the processes that one torchrun has started, and started anew, from others; "" for
+    a process of its own."""
+    name = os.environ.get("TORCHELASTIC_RUN_ID", "")
+    if name and os.environ.get("LOCAL_WORLD_SIZE", "") == os.environ.get("WORLD_SIZE"):
+        name += f", process {os.getppid()}"  # the same on one machine only
+    return name
+
+
+def peer_has_ended(error: BaseException) -> bool:
+    """Whether an exchange failed because another process is gone: its connection was closed, reset
+    or refused."""
+    return "onnection" in str(error)
+
+
 def this_process(parallel: str = "ddp") -> Place:
     """What torchrun's variables say of this process.
 
@@ -136,8 +151,11 @@ def start(here: Place, device: torch.device, backend: str, config: dict[str, Any
         raise ValueError(f"cannot join {world_size} processes with {backend}: {reason}") from None
     show_error = sys.excepthook
 
-    def show_error_and_leave(*error: Any) -> None:
-        show_error(*error)
+    def show_error_and_leave(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+        if peer_has_ended(error):
+            print(f"rank {rank}: error: another process has ended", file=sys.stderr)
+        else:
+            show_error(kind, error, trace)
         leave(1)
 
     sys.excepthook = show_error_and_leave

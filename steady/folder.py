@@ -21,7 +21,7 @@ TEMPORARY = re.compile(
     rf"({'|'.join(map(re.escape, FILES))})\.[0-9a-f]{{8}}\.tmp"
 )  # see whole_file
 
-held: list[int] = []  # locked files, which stay open until the process ends
+held: dict[Path, int] = {}  # folders, and the locked file of each, open until the process ends
 
 
 def claim(out_dir: Path) -> None:
@@ -33,6 +33,10 @@ def claim(out_dir: Path) -> None:
 
     Raises ValueError if nothing can be written there, or if another run does.
     """
+    try:
+        os.fsencode(out_dir).decode("utf-8")  # as torch.load wants it to be
+    except UnicodeDecodeError:
+        raise ValueError(f"out_dir={str(out_dir)!r} is not UTF-8: use another name") from None
     try:
         out_dir.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=out_dir):
@@ -53,13 +57,29 @@ def claim(out_dir: Path) -> None:
             ) from None
         print(f"note: {out_dir} cannot be locked ({error.strerror}): let no other run write there")
         return
-    held.append(lock)
+    held[out_dir] = lock
     with contextlib.suppress(OSError):
         os.ftruncate(lock, 0)
         os.write(lock, f"process {os.getpid()} on {socket.gethostname()}".encode())
     for left_behind in out_dir.iterdir():  # by a run that was killed while it wrote
         if TEMPORARY.fullmatch(left_behind.name):
             left_behind.unlink(missing_ok=True)
+
+
+def hold(out_dir: Path) -> None:
+    """See that `out_dir`, if this process has claimed it, is still that folder. If it was moved or
+    removed it is claimed anew, and what another run has left there since is set aside.
+
+    Raises ValueError if another run is writing there now.
+    """
+    if out_dir not in held:
+        return
+    with contextlib.suppress(FileNotFoundError):
+        if os.path.samestat(os.stat(out_dir / ".lock"), os.fstat(held[out_dir])):
+            return
+    claim(out_dir)
+    print(f"note: {out_dir} was moved or removed while this run wrote there: going on in a new one")
+    set_aside(out_dir)
 
 
 def set_aside(out_dir: Path) -> None:

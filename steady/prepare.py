@@ -9,6 +9,7 @@ becomes a pair of files under `shards/`; an interrupted run goes on with those t
 Which documents are held out depends on their position only, not on processes or restarts.
 """
 
+import contextlib
 import json
 import math
 import os
@@ -20,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from steady import textfiles
+from steady.folder import whole_file
 from steady.shuffle import scramble
 from steady.tokenizer import CharTokenizer, Tokenizer, code_points, named
 
@@ -242,10 +244,14 @@ def write_in_shards(
     paths = [shard_path(shards, i, "train") for i in range(len(jobs))]
     missing = [i for i, path in enumerate(paths) if not path.exists()]
     note, source = shards / "source.json", source | {"tokenizer": tokenizer.meta()}
-    before = json.loads(note.read_text(encoding="utf-8")) if note.exists() else source
-    if before != source and any(shards.glob("*.train.bin")):
-        raise ValueError(f"{shards} holds parts of another data set or tokenizer: delete it")
-    note.write_text(json.dumps(source), encoding="utf-8")
+    before = None
+    with contextlib.suppress(FileNotFoundError, ValueError):  # ValueError: a full disk cut it short
+        before = json.loads(note.read_text(encoding="utf-8"))
+    if before != source:
+        if before is not None and any(shards.glob("*.train.bin")):
+            raise ValueError(f"{shards} holds parts of another data set or tokenizer: delete it")
+        with whole_file(note) as file:
+            file.write(json.dumps(source).encode())
     if len(missing) < len(jobs):
         print(f"{len(jobs) - len(missing)} of {len(jobs)} shards are there already")
     # shards and the result are both kept

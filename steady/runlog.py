@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from steady import output
-from steady.folder import whole_file
+from steady.folder import hold, whole_file
 from steady.hardware import Limits
 
 from configurator import batch_note, read_settings, resolve, schedule_note
@@ -36,7 +36,13 @@ class RunLog:
         self.missed_metrics = False
         self.began, self.total_gib = time.monotonic(), None
         if self.keeps_metrics:
-            kept = [entry for entry in read_metrics(self.path) if entry["iter"] < start_iter]
+            # where the run ended it evaluated, and does not do so again if it goes on between two
+            ended = start_iter % (config["eval_interval"] or 1) and start_iter < config["max_iters"]
+            kept = [
+                entry for entry in read_metrics(self.path)
+                if entry["iter"] < start_iter
+                or ended and entry["iter"] == start_iter and "val_loss" in entry
+            ]  # fmt: skip
             with whole_file(self.path) as file:
                 file.write("".join(json.dumps(e) + "\n" for e in kept).encode())
         self.bar = self.wandb = None
@@ -167,9 +173,10 @@ class RunLog:
         }
         if self.keeps_metrics:
             try:
+                hold(self.path.parent)
                 with open(self.path, "a", encoding="utf-8") as file:
                     file.write(json.dumps(entry) + "\n")
-            except OSError as error:  # a full disk, perhaps: no reason to stop training
+            except (OSError, ValueError) as error:  # a full disk, perhaps: no reason to stop
                 if not self.missed_metrics:
                     self.line(f"warning: {self.path} is not complete: {error}")
                 self.missed_metrics = True
@@ -244,8 +251,8 @@ def training_clock(entries: list[dict[str, Any]]) -> tuple[list[float], list[int
             ms += [entry["ms"]] * since
             tokens += [round(entry["tokens_per_s"] * entry["ms"] / 1e3)] * since
     missing = max((entry["iter"] for entry in entries), default=0) - len(ms)  # not logged yet
-    ms += ms[-1:] * missing
-    tokens += tokens[-1:] * missing
+    ms += (ms[-1:] or [0.0]) * missing
+    tokens += (tokens[-1:] or [0]) * missing
     unsure = {0, 1, 2} | {entry["iter"] for entry in entries if "val_loss" in entry}
     sure = [None if i in unsure else value for i, value in enumerate(ms)]
     for i in unsure & set(range(len(ms))):

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from steady import checkpoint, memory, output
-from steady.distributed import gather_full, launcher, leave
+from steady.distributed import gather_full, launcher, leave, peer_has_ended
 from steady.memory import Split, StepShape
 
 import torch
@@ -27,23 +27,25 @@ class StopRequest:
     """`received` becomes true at the first signal; the run then finishes its step and saves.
 
     A second Ctrl-C or SIGTERM ends it at once, but only with `alone`, since torchrun passes one on
-    several times. A lost terminal sends SIGHUP several times, so that never ends it at once. A run
-    that saves nothing (`saves`) ends at the first signal.
+    several times. A lost terminal (SIGHUP), a limit of CPU time and what batch systems send as a
+    warning (SIGUSR1, SIGUSR2) may come several times, so these never end it at once. A run that
+    saves nothing (`saves`) ends at the first signal.
     """
+
+    FINAL = "SIGINT", "SIGTERM"  # once more, and the run ends at once
 
     def __init__(self, alone: bool, announce: bool, saves: bool = True):
         self.received, self.alone, self.announce = False, alone, announce
-        self.hang_up = getattr(signal, "SIGHUP", None)  # not known on Windows
         if not saves:
             return
-        for signum in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(signum, self.request)
-        if self.hang_up and signal.getsignal(self.hang_up) != signal.SIG_IGN:  # nohup ignores it
-            signal.signal(self.hang_up, self.request)
+        for name in (*self.FINAL, "SIGHUP", "SIGXCPU", "SIGUSR1", "SIGUSR2"):
+            signum = getattr(signal, name, None)  # Windows knows two of them
+            if signum and (name != "SIGHUP" or signal.getsignal(signum) != signal.SIG_IGN):  # nohup
+                signal.signal(signum, self.request)
 
     def request(self, signum: int, frame: object) -> None:
         self.received = True
-        once_more_counts = self.alone and signum != self.hang_up
+        once_more_counts = self.alone and signal.Signals(signum).name in self.FINAL
         signal.signal(signum, signal.default_int_handler if once_more_counts else signal.SIG_IGN)
         if self.announce:  # not by print, which the signal may have interrupted
             again = b"; once more stops at once" if once_more_counts else b""
@@ -105,7 +107,7 @@ class Rescue:
         if memory.is_out_of_memory(error):
             flags, happened = memory.flags_for_less(self.step, self.split), "out of memory"
             traceback.clear_frames(trace)  # what they hold may be what saving lacks
-        elif here.world_size > 1 and "onnection" in str(error):  # closed, reset, refused
+        elif here.world_size > 1 and peer_has_ended(error):
             happened = "another process has ended"
         else:
             one_line_errors(kind, error, trace)
@@ -134,8 +136,8 @@ class Rescue:
             checkpoint.save(self.path, state)
             return f"saved {self.path} at iteration {state['iter_num']}"
         except Exception as error:
-            reason = str(error).partition("\n")[0]
-            return f"{self.path} was not saved ({type(error).__name__}: {reason})"
+            reason = f"{type(error).__name__}: {checkpoint.what_failed(error)}"
+            return f"{self.path} was not saved ({reason})"
 
 
 def how_to_go_on(flags: Sequence[str] = ()) -> str:

@@ -91,7 +91,7 @@ def run(monkeypatch, capsys):
                 signal.signal(signum, handler)
             sys.path[:], sys.excepthook = path, hook
             while folder.held:  # the end of its process
-                os.close(folder.held.pop())
+                os.close(folder.held.popitem()[1])
         return capsys.readouterr().out
 
     return run_script

@@ -15,6 +15,27 @@ import torch
 from conftest import TINY
 
 
+def test_a_full_disk_is_named_where_torch_names_a_position():
+    error = RuntimeError("unexpected pos 2077696 vs 2077584")
+    assert checkpoint.what_failed(error).startswith("unexpected pos")
+    error.__context__ = OSError(28, "No space left on device")
+    assert checkpoint.what_failed(error) == "[Errno 28] No space left on device"
+
+
+def test_a_checkpoint_of_another_torchrun_is_not_gone_on_from(tmp_path, monkeypatch):
+    path = tmp_path / "ckpt.pt"
+    assert not checkpoint.is_of_this_launch(path)
+    checkpoint.save(path, {})
+    assert checkpoint.is_of_this_launch(path)
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    assert not checkpoint.is_of_this_launch(path)
+    checkpoint.save(path, {})
+    assert checkpoint.is_of_this_launch(path)
+    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):  # all on one machine
+        monkeypatch.setenv(name, "2")
+    assert not checkpoint.is_of_this_launch(path)
+
+
 def test_round_trip(tmp_path):
     path = tmp_path / "ckpt.pt"
     content = {"model": {"w": torch.randn(3, 3)}, "iter_num": 7, "config": {"a": 1.5, "b": "x"}}

@@ -126,6 +126,20 @@ def test_unexpected_and_missing_weights_are_named(tmp_path):
         convert.read_pretrained(str(tmp_path))
 
 
+def test_an_export_that_does_not_fit_on_the_disk_is_one_line(run, sums, tmp_path, monkeypatch):
+    def full(*arguments, **more):
+        raise RuntimeError("Error while serializing: I/O error: No space left on device")
+
+    run("train.py", *TINY, f"--dataset={sums}", f"--out_dir={tmp_path}", "--max_iters=1")
+    export = "convert.py", f"--out_dir={tmp_path}", f"--to={tmp_path / 'exported'}"
+    run(*export)
+    modes = {path.stat().st_mode for path in (tmp_path / "exported").iterdir()}
+    assert len(modes) == 1, modes
+    monkeypatch.setattr(safetensors_torch, "save_file", full)
+    with pytest.raises(ValueError, match="exported is not complete: .*No space left on device"):
+        run(*export)
+
+
 def test_a_name_that_is_nowhere_is_one_line(run, sums, tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(ValueError, match="^no-one/nothing is neither a folder nor a model that"):

@@ -371,6 +371,7 @@ def test_processes_streaming_and_interruptions_change_nothing(
     with pytest.raises(ValueError, match="holds parts of another data set or tokenizer"):
         hub.prepare_from_hub(tmp_path / "restarted", CharTokenizer("ab"), str(repository))
     assert first.stat().st_mtime_ns == written
+    (first.parent / "source.json").write_text("{")  # a full disk cut it short
     prepare("restarted")
     assert len(calls) == 4 + 4  # the first shard was not done again
     assert all(content == contents["plain"] for content in contents.values())

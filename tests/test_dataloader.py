@@ -194,6 +194,10 @@ def test_missing_validation_file_and_broken_meta_are_named(tmp_path):
         TokenFile(tmp_path / "val.bin", 8, 100)
     write(tmp_path / "train.bin", [1] * 20)
     assert read_meta(tmp_path) == {}
+    (tmp_path / "meta.pkl").write_bytes(b"")
+    with pytest.raises(ValueError, match="nanoGPT's meta.pkl and no meta.json: prepare the data"):
+        read_meta(tmp_path)
+    (tmp_path / "meta.pkl").unlink()
     (tmp_path / "meta.json").write_text(json.dumps({"vocab_size": 5}))
     assert read_meta(tmp_path) == {"vocab_size": 5}
     (tmp_path / "meta.json").write_text("{")

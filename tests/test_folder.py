@@ -1,5 +1,6 @@
 import errno
 import os
+import shutil
 import subprocess
 import sys
 
@@ -64,6 +65,33 @@ def test_f45_a_lock_does_not_outlive_its_process_in_one_that_it_started(tmp_path
     other_run(tmp_path)
     os.killpg(first.pid, 9)
     first.communicate()
+
+
+@pytest.mark.parametrize("how", ["moved", "removed"])
+def test_f45_a_folder_that_was_moved_or_removed_is_claimed_anew(tmp_path, capsys, how, other_run):
+    out = tmp_path / "out"
+    folder.claim(out)
+    folder.hold(out)
+    assert capsys.readouterr().out == ""
+    (out / "ckpt.pt").write_text("this run's")
+    out.rename(tmp_path / "old") if how == "moved" else shutil.rmtree(out)
+    out.mkdir()
+    other = other_run(out)  # one that took its place
+    (out / "ckpt.pt").write_text("the other's")
+    with pytest.raises(ValueError, match="another run is writing"):
+        folder.hold(out)
+    other.kill()
+    other.wait()
+    folder.hold(out)
+    assert "was moved or removed while this run wrote there" in capsys.readouterr().out
+    assert (out / "previous" / "ckpt.pt").read_text() == "the other's"
+    folder.hold(out)
+    assert capsys.readouterr().out == ""
+
+
+def test_a_name_that_torch_cannot_load_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="is not UTF-8: use another name"):
+        folder.claim(tmp_path / "run_\udce9")
 
 
 def test_f45_what_a_killed_run_left_is_removed_by_the_next(tmp_path):

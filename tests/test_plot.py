@@ -56,6 +56,10 @@ def test_time_is_that_of_training_steps_alone():
     assert tokens[6:9] == [27300, 27360, 27460] and len(tokens) == 13
 
 
+def test_evaluations_alone_have_their_iterations():
+    assert training_clock([{"iter": 50, "val_loss": 1.0}]) == ([0.0] * 51, [0] * 51)
+
+
 def test_lines_of_another_kind_are_left_out(run, tmp_path):
     pytest.importorskip("matplotlib")
     write(tmp_path / "out", 20)

@@ -5,9 +5,11 @@ import os
 import pty
 import random
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import types
 import warnings
@@ -15,6 +17,7 @@ import warnings
 from steady import checkpoint, environment, hardware, memory, recompute
 from steady.runlog import RunLog, read_metrics
 
+import numpy as np
 import pytest
 import torch
 from conftest import ROOT, TINY
@@ -267,10 +270,10 @@ def test_one_metrics_entry_per_iteration_after_a_crash(run, sums, tmp_path):
         file.write(json.dumps(steps(tmp_path)[-1] | {"iter": 5}) + "\n" + '{"iter": 6, "lo')
     train(run, tmp_path, sums, "--max_iters=8", "--init_from=resume")
     assert [entry["iter"] for entry in steps(tmp_path)] == list(range(8))
-    assert [entry["iter"] for entry in evaluations(tmp_path)] == [0, 8]
+    assert [entry["iter"] for entry in evaluations(tmp_path)] == [0, 5, 8]  # 5: where it ended
 
 
-@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGXCPU])
 def test_f31_signal_saves_says_how_to_resume_and_resuming_is_exact(
     fork, run, sums, tmp_path, signum
 ):
@@ -358,7 +361,7 @@ def test_evaluating_needs_no_room_for_training(run, sums, tmp_path, monkeypatch)
     monkeypatch.setattr(hardware, "machine_memory_gib", lambda device: 0.06)
     with pytest.raises(ValueError, match="parameters: one sequence takes about"):
         train(run, tmp_path, sums, *wide)
-    assert "best so far" in train(run, tmp_path, sums, *wide, "--eval_only=True")
+    assert "val loss" in train(run, tmp_path, sums, *wide, "--eval_only=True")
 
 
 def overfitting_data(folder):
@@ -382,12 +385,65 @@ def test_f25_best_validation_loss_stays_the_best(run, tmp_path, always):
     values = [entry["val_loss"] for entry in evaluations(out)]
     assert values[-1] > min(values) + 0.1  # it did overfit
     last = checkpoint.load(out / "ckpt.pt")
-    assert last["best_val_loss"] == min(values)
+    assert last["best_val_loss"] == min(values[1:])  # what was not trained is not saved
     assert last["iter_num"] == 30
-    if (out / "best.pt").exists():
-        best = checkpoint.load(out / "best.pt")
-        assert best["best_val_loss"] == min(values[1:])
-        assert "optimizer" not in best
+    best = checkpoint.load(out / "best.pt")
+    assert best["best_val_loss"] == min(values[1:])
+    assert "optimizer" not in best
+
+
+def test_f25_a_best_loss_that_could_not_be_saved_is_no_bar(run, sums, tmp_path, monkeypatch):
+    save, refused = checkpoint.save, []
+
+    def full_for_a_while(path, content):
+        if path.name == "best.pt" and 4 <= content["iter_num"] < 8:
+            refused.append(content["best_val_loss"])
+            raise OSError("No space left on device")
+        save(path, content)
+
+    monkeypatch.setattr(checkpoint, "save", full_for_a_while)
+    data = overfitting_data(tmp_path / "data")
+    arguments = "--eval_interval=1", "--max_iters=12", "--learning_rate=1e-2"
+    shown = train(run, tmp_path / "out", data, *arguments)
+    values = [entry["val_loss"] for entry in evaluations(tmp_path / "out")]
+    best = checkpoint.load(tmp_path / "out" / "best.pt")
+    saved = [value for i, value in enumerate(values) if i > 0 and not 4 <= i < 8]
+    assert refused and "best.pt was not saved, the last good one is kept: No space" in shown
+    assert best["best_val_loss"] == values[best["iter_num"]] == min(saved)
+    assert checkpoint.load(tmp_path / "out" / "ckpt.pt")["best_val_loss"] == min(saved)
+
+
+def test_the_last_save_goes_elsewhere_where_the_folder_is_full(run, sums, tmp_path, monkeypatch):
+    save, spare = checkpoint.save, tmp_path / "temporary"
+    spare.mkdir()
+
+    def full(path, content):
+        if path.parent == tmp_path / "out":
+            raise OSError(28, "No space left on device")
+        save(path, content)
+
+    monkeypatch.setattr(checkpoint, "save", full)
+    monkeypatch.setattr(tempfile, "tempdir", str(spare))
+    with pytest.raises(SystemExit, match="could not save the checkpoint of iteration 5"):
+        train(run, tmp_path / "out", sums, "--max_iters=5", "--eval_interval=2")
+    (saved,) = spare.glob("*/ckpt.pt")
+    assert checkpoint.load(saved)["iter_num"] == 5 and len(list(spare.iterdir())) == 1
+
+
+def test_f25_on_other_data_the_best_loss_begins_anew(run, sums, tmp_path):
+    out, other = tmp_path / "out", tmp_path / "other"
+    train(run, out, sums, "--learning_rate=1e-2")
+    shutil.copytree(sums, other)
+    tokens = np.fromfile(other / "val.bin", dtype="<u2")
+    np.random.default_rng(0).permutation(tokens).tofile(other / "val.bin")  # worse to predict
+    arguments = "--init_from=resume", "--eval_interval=10"
+    assert "note: val.bin" not in train(run, out, sums, *arguments, "--max_iters=40")
+    before = checkpoint.load(out / "best.pt")
+    shown = train(run, out, other, *arguments, "--max_iters=60")
+    after = checkpoint.load(out / "best.pt")
+    assert "note: val.bin is not the one of the checkpoint" in shown
+    assert after["best_val_loss"] > before["best_val_loss"]
+    assert after["best_val_loss"] == min(e["val_loss"] for e in evaluations(out)[-2:])
 
 
 @pytest.fixture
@@ -666,7 +722,8 @@ def test_the_end_says_how_much_was_seen_and_where_the_best_is(run, sums, tmp_pat
 
 def test_the_bar_shows_loss_time_left_and_memory(monkeypatch, tmp_path):
     monkeypatch.setattr("sys.stdout.isatty", lambda: True)
-    log = RunLog(tmp_path, {"eval_only": False, "max_iters": 10, "wandb_log": False}, 0)
+    config = {"eval_only": False, "eval_interval": 0, "max_iters": 10, "wandb_log": False}
+    log = RunLog(tmp_path, config, 0)
     log.start_clock(0, 64, 1000, hardware.Limits(None, 80.0))
     log.step(0, 2.5, 1e-3, 1.0, 11.66)
     log.progress(1)
