@@ -177,8 +177,8 @@ def split_file(path: Path, val_fraction: float) -> Iterator[tuple[str, str, bool
             cut -= here
             for split, piece in (("train", block[:here]), ("val", block[here:])):
                 held[split] += piece
-                end = safe_border(held[split]) if len(held[split]) >= READ_BYTES else 0
-                if end:
+                if len(held[split]) >= READ_BYTES:
+                    end = safe_border(held[split])
                     yield split, held[split][:end], False
                     held[split] = held[split][end:]
     for split, rest in held.items():
@@ -187,9 +187,9 @@ def split_file(path: Path, val_fraction: float) -> Iterator[tuple[str, str, bool
 
 def safe_border(text: str) -> int:
     """Before the last space that follows another character, where GPT-2's tokenizer ends a token
-    anyway; 0 if there is none."""
+    anyway; the end if there is none, or a file without spaces would be held whole."""
     parts = text.rsplit(maxsplit=1)
-    return len(parts[0]) if len(parts) == 2 else 0
+    return len(parts[0]) if len(parts) == 2 else len(text)
 
 
 def open_text(path: Path) -> IO[str]:

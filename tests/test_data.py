@@ -52,6 +52,16 @@ def test_f37_vocabularies_above_65536_are_written_as_uint32_without_wrapping(tmp
     assert np.array([65536 + 97]).astype(np.uint16)[0] == 97  # the naive way wraps
 
 
+def test_a_file_without_spaces_is_not_held_whole(tmp_path, monkeypatch):
+    monkeypatch.setattr(textfiles, "READ_BYTES", 100)
+    path, text = tmp_path / "dna.txt", "ACGT" * 1000
+    path.write_text(text)
+    pieces = list(textfiles.split_file(path, 0.1))
+    assert max(len(piece) for _, piece, _ in pieces) < 200
+    for split, part in (("train", text[:3600]), ("val", text[3600:])):
+        assert "".join(piece for name, piece, _ in pieces if name == split) == part
+
+
 def test_many_documents_without_tokens_are_not_all_held(tmp_path, monkeypatch):
     monkeypatch.setattr(hub, "BUFFER_TOKENS", 100)
     with hub.TokenWriter(tmp_path / "train.bin", CharTokenizer("ab")) as writer:
