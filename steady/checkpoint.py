@@ -83,13 +83,16 @@ def try_save(
 def save_elsewhere(path: Path, content: dict[str, Any]) -> str:
     """Save in the folder for temporary files what cannot be saved at `path`; returns what became of
     it."""
-    spare = Path(tempfile.mkdtemp(prefix="ckpt-")) / path.name
     try:
-        save(spare, content)
+        folder = Path(tempfile.mkdtemp(prefix="ckpt-"))
+        try:
+            save(folder / path.name, content)
+        except Exception:
+            folder.rmdir()
+            raise
     except Exception as error:
-        spare.parent.rmdir()
-        return f"warning: {spare} was not saved either: {what_failed(error)}"
-    return f"saved {spare} instead: to go on from it, move it to {path}"
+        return f"warning: not in the folder for temporary files either: {what_failed(error)}"
+    return f"saved {folder / path.name} instead: to go on from it, move it to {path}"
 
 
 def what_failed(error: Exception) -> str:

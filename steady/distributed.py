@@ -66,9 +66,14 @@ def launch() -> str:
     """What tells the processes that one torchrun has started, and started anew, from others; "" for
     a process of its own."""
     name = os.environ.get("TORCHELASTIC_RUN_ID", "")
-    if name and os.environ.get("LOCAL_WORLD_SIZE", "") == os.environ.get("WORLD_SIZE"):
-        name += f", process {os.getppid()}"  # the same on one machine only
+    if name and on_one_machine():
+        name += f", process {os.getppid()}"  # torchrun's, the same for all
     return name
+
+
+def on_one_machine() -> bool:
+    """Whether torchrun has started all of the processes on this machine."""
+    return os.environ.get("LOCAL_WORLD_SIZE", "") == os.environ.get("WORLD_SIZE")
 
 
 def peer_has_ended(error: BaseException) -> bool:
@@ -141,7 +146,7 @@ def start(here: Place, device: torch.device, backend: str, config: dict[str, Any
         backend = "cpu:gloo,cuda:nccl"  # small things are exchanged without waiting for the GPU
     try:
         store, _, _ = next(rendezvous("env://"))
-        if os.environ.get("LOCAL_WORLD_SIZE") == str(world_size):
+        if on_one_machine():
             # torchrun keeps its store when it starts the processes anew: without a prefix they
             # would meet at the addresses of the dead. (Machines count restarts each on its own.)
             store = dist.PrefixStore(str(restarts()), store)

@@ -32,20 +32,18 @@ class StopRequest:
     saves nothing (`saves`) ends at the first signal.
     """
 
-    FINAL = "SIGINT", "SIGTERM"  # once more, and the run ends at once
-
     def __init__(self, alone: bool, announce: bool, saves: bool = True):
         self.received, self.alone, self.announce = False, alone, announce
         if not saves:
             return
-        for name in (*self.FINAL, "SIGHUP", "SIGXCPU", "SIGUSR1", "SIGUSR2"):
+        for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGXCPU", "SIGUSR1", "SIGUSR2"):
             signum = getattr(signal, name, None)  # Windows knows two of them
             if signum and (name != "SIGHUP" or signal.getsignal(signum) != signal.SIG_IGN):  # nohup
                 signal.signal(signum, self.request)
 
     def request(self, signum: int, frame: object) -> None:
         self.received = True
-        once_more_counts = self.alone and signal.Signals(signum).name in self.FINAL
+        once_more_counts = self.alone and signum in (signal.SIGINT, signal.SIGTERM)
         signal.signal(signum, signal.default_int_handler if once_more_counts else signal.SIG_IGN)
         if self.announce:  # not by print, which the signal may have interrupted
             again = b"; once more stops at once" if once_more_counts else b""

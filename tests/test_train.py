@@ -392,7 +392,7 @@ def test_f25_best_validation_loss_stays_the_best(run, tmp_path, always):
     assert "optimizer" not in best
 
 
-def test_f25_a_best_loss_that_could_not_be_saved_is_no_bar(run, sums, tmp_path, monkeypatch):
+def test_f25_a_best_loss_that_could_not_be_saved_is_no_bar(run, tmp_path, monkeypatch):
     save, refused = checkpoint.save, []
 
     def full_for_a_while(path, content):
