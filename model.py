@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
+from steady.float8 import float8_mlp
 from steady.generate import KVCache, LayerCache
 from steady.linear import Linear, compute_dtype, side_by_side
 from steady.loss import linear_cross_entropy
@@ -109,24 +110,6 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     Computed in float32 and cast back, because float32 queries would switch off attention's fast
     kernels (Su et al. 2021, "RoFormer").
     """
-    return _Rotation.apply(x, cos, sin)
-
-
-class _Rotation(torch.autograd.Function):
-    """Backward rotates by the opposite angle; what autograd derives moves twice the bytes."""
-
-    @staticmethod
-    def forward(ctx, x, cos, sin):
-        ctx.save_for_backward(cos, sin)
-        return rotate(x, cos, sin)
-
-    @staticmethod
-    def backward(ctx, grad):
-        cos, sin = ctx.saved_tensors
-        return rotate(grad, cos, -sin), None, None
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     first, second = x.chunk(2, dim=-1)
     swapped = torch.cat((second, first), dim=-1)
     return (x * cos + swapped * sin).type_as(x)
@@ -190,6 +173,8 @@ class MLP(nn.Module):
         self.down_proj = Linear(config.n_hidden, config.n_embd)
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.down_proj.in_float8:  # the same in FP8, with fewer passes over what is between
+            return float8_mlp(x, self.gate_proj, self.up_proj, self.down_proj)
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 

@@ -10,10 +10,16 @@ step of the optimizer.
 Ada's and Hopper's FP8 kernels want both matrices contiguous along the dimension that is summed
 over. Forward sums over the inputs, the input's gradient over the outputs, the weight's over the
 tokens: so backward transposes the weight's copy, the gradient and the input.
+
+What costs time besides the products is passes over their inputs, for a maximum and for a cast. So
+layers of one input share it, and an MLP is one function, whose backward writes what it needs of
+SwiGLU in one pass.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from steady.environment import Plan
@@ -22,6 +28,7 @@ from steady.optim import AdamW, compiled_if_possible
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 if TYPE_CHECKING:
     from steady.memory import StepShape
@@ -67,39 +74,43 @@ def require_float8(step: StepShape, device: torch.device) -> None:
 def use_float8(model: nn.Module, optimizer: AdamW, plan: Plan) -> None:
     """Have the linear layers of `model`'s blocks multiply in FP8 when training; their copies of the
     weights are made now and after every step of `optimizer`. Decide before compiling."""
-    blocks = []
-    for block in model.blocks:
-        layers = [module for module in block.modules() if isinstance(module, nn.Linear)]
-        for layer in layers:
-            layer.weight8 = torch.empty_like(layer.weight, dtype=E4M3)
-            layer.weight8_scale = layer.weight.new_empty(())
-        blocks.append([(layer.weight, layer.weight8, layer.weight8_scale) for layer in layers])
-    # Compiled, it takes half of the memory traffic. One call per weight would take the host longer;
-    # one for all blocks would take long to compile. CUDA graphs hold the addresses: in place.
+    blocks = [[m for m in block.modules() if isinstance(m, nn.Linear)] for block in model.blocks]
+    layers = [layer for block in blocks for layer in block]
+    for layer in layers:
+        layer.weight8 = torch.empty_like(layer.weight, dtype=E4M3)
+        layer.weight8_scale = layer.weight.new_empty(())
+    weights = [layer.weight for layer in layers]
+    scales = [layer.weight8_scale for layer in layers]
+    # Compiled, it takes half of the memory traffic. One call for all blocks would take long to
+    # compile. CUDA graphs hold the addresses: in place.
     write = compiled_if_possible(write_copies, dynamic=False) if plan.compiled else write_copies
 
     @torch.no_grad()
     def after_step(*_):
-        for weights_and_copies in blocks:
-            write(weights_and_copies)
+        largest = torch.stack(torch._foreach_norm(weights, math.inf))
+        torch._foreach_copy_(scales, list(scale_for(largest, E4M3)))
+        for block in blocks:
+            write([(layer.weight, layer.weight8, layer.weight8_scale) for layer in block])
 
     after_step()
     optimizer.register_step_post_hook(after_step)
 
 
-def write_copies(weights_and_copies: list[tuple[Tensor, Tensor, Tensor]]) -> None:
-    """Of every weight, write the FP8 copy and its scale."""
-    for weight, weight8, weight8_scale in weights_and_copies:
-        scale = scale_of(weight, E4M3)
-        weight8_scale.copy_(scale)
-        weight8.copy_(cast(weight, scale, E4M3))
+def write_copies(layers: list[tuple[Tensor, Tensor, Tensor]]) -> None:
+    """For every weight, copy and scale: write the copy."""
+    for weight, weight8, weight8_scale in layers:
+        weight8.copy_(cast(weight, weight8_scale, E4M3))
+
+
+def scale_for(largest: Tensor, dtype: torch.dtype) -> Tensor:
+    """What to divide values up to `largest` by, so that they use all of `dtype`'s range."""
+    return largest.float().clamp(min=1e-12) / torch.finfo(dtype).max
 
 
 def scale_of(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """What to divide `x` (rows, columns) by, so that it uses all of `dtype`'s range (scalar)."""
+    """The scale of x (rows, columns)."""
     # first of each row: compiled code does that inside the kernel that writes the row
-    largest = x.abs().amax(dim=1).amax().float()
-    return largest.clamp(min=1e-12) / torch.finfo(dtype).max
+    return scale_for(x.abs().amax(dim=1).amax(), dtype)
 
 
 def cast(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
@@ -107,31 +118,93 @@ def cast(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     return (x.float() * scale.reciprocal()).to(dtype)
 
 
-def float8_linear(x: Tensor, weight: Tensor, weight8: Tensor, weight8_scale: Tensor) -> Tensor:
-    """x (..., in) @ weight.T (in, out) in FP8; returns (..., out) in bfloat16.
+def float8_linears(x: Tensor, *layers: nn.Linear) -> tuple[Tensor, ...]:
+    """x (..., in) @ weight.T (in, out) of every layer, in FP8; returns (..., out) in bfloat16.
 
-    weight8, weight8_scale: see `write_copies`. The weight's gradient is returned in float32.
+    The weights' gradients are returned in float32.
     """
+    outputs = _Float8Linears.apply(x.flatten(0, -2).bfloat16(), *tensors_of(layers))
+    return tuple(y.unflatten(0, x.shape[:-1]) for y in outputs)
+
+
+def float8_mlp(x: Tensor, gate: nn.Linear, up: nn.Linear, down: nn.Linear) -> Tensor:
+    """down(silu(gate(x)) * up(x)) in FP8, of x (..., in); returns (..., in) in bfloat16."""
     rows = x.flatten(0, -2).bfloat16()
-    return _Float8Linear.apply(rows, weight, weight8, weight8_scale).unflatten(0, x.shape[:-1])
+    return _Float8MLP.apply(rows, *tensors_of((gate, up, down))).unflatten(0, x.shape[:-1])
 
 
-class _Float8Linear(torch.autograd.Function):
+def tensors_of(layers: Sequence[nn.Linear]) -> list[Tensor]:
+    """All weights, then all copies, then all scales."""
+    names = "weight", "weight8", "weight8_scale"
+    return [getattr(layer, name) for name in names for layer in layers]
+
+
+class _Float8Linears(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, weight8, weight8_scale):
-        scale = scale_of(x, E4M3)
-        x8 = cast(x, scale, E4M3)
-        ctx.save_for_backward(x8, scale, weight8, weight8_scale)
-        return product(x8, weight8, scale, weight8_scale)
+    def forward(ctx, x, *tensors):
+        n = len(tensors) // 3
+        weights8, weight_scales = tensors[n : 2 * n], tensors[2 * n :]
+        x_scale = scale_of(x, E4M3)
+        x8 = cast(x, x_scale, E4M3)
+        ctx.save_for_backward(x8, x_scale, *weights8, *weight_scales)
+        pairs = zip(weights8, weight_scales, strict=True)
+        return tuple(product(x8, weight8, x_scale, scale) for weight8, scale in pairs)
+
+    @staticmethod
+    def backward(ctx, *grads):
+        x8, x_scale, *tensors = ctx.saved_tensors
+        n, x8_t = len(grads), x8.T.contiguous()
+        found = [
+            gradients(grad, scale_of(grad, E5M2), x8_t, x_scale, weight8, weight_scale)
+            for grad, weight8, weight_scale in zip(grads, tensors[:n], tensors[n:], strict=True)
+        ]
+        grads_x, grads_weight = zip(*found, strict=True)
+        return sum(grads_x[1:], grads_x[0]), *grads_weight, *[None] * (2 * n)
+
+
+class _Float8MLP(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, *tensors):
+        gate8, up8, down8, gate_scale, up_scale, down_scale = tensors[3:]
+        x_scale = scale_of(x, E4M3)
+        x8 = cast(x, x_scale, E4M3)
+        gate, up = product(x8, gate8, x_scale, gate_scale), product(x8, up8, x_scale, up_scale)
+        hidden = F.silu(gate) * up
+        # in rows whose maximum a kernel finds without a loop, if it can be cut into such
+        pieces = hidden.view(-1, 1024) if hidden.numel() % 1024 == 0 else hidden
+        hidden_scale = scale_of(pieces, E4M3)
+        ctx.save_for_backward(x8, x_scale, gate, up, hidden_scale, *tensors[3:])
+        return product(cast(hidden, hidden_scale, E4M3), down8, hidden_scale, down_scale)
 
     @staticmethod
     def backward(ctx, grad):
-        x8, x_scale, weight8, weight8_scale = ctx.saved_tensors
+        x8, x_scale, gate, up, hidden_scale, *tensors = ctx.saved_tensors
+        gate8, up8, down8, gate_scale, up_scale, down_scale = tensors
         scale = scale_of(grad, E5M2)
         grad8, grad8_t = cast_and_transpose(grad, scale, E5M2)
-        grad_x = product(grad8, weight8.T.contiguous(), scale, weight8_scale)
-        grad_weight = product(grad8_t, x8.T.contiguous(), scale, x_scale, torch.float32)
-        return grad_x, grad_weight, None, None
+        grad_hidden = product(grad8, down8.T.contiguous(), scale, down_scale)
+        grad_gate, grad_up, hidden8_t, to_gate, to_up = swiglu_backward(
+            gate, up, grad_hidden, hidden_scale
+        )
+        grad_down = product(grad8_t, hidden8_t, scale, hidden_scale, torch.float32)
+        x8_t = x8.T.contiguous()
+        by_gate, grad_gate = gradients(grad_gate, to_gate, x8_t, x_scale, gate8, gate_scale)
+        by_up, grad_up = gradients(grad_up, to_up, x8_t, x_scale, up8, up_scale)
+        return by_gate + by_up, grad_gate, grad_up, grad_down, *[None] * 6
+
+
+def gradients(
+    grad: Tensor,
+    scale: Tensor,
+    x8_t: Tensor,
+    x_scale: Tensor,
+    weight8: Tensor,
+    weight_scale: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """The gradients of one product's x (in bfloat16) and weight (in float32)."""
+    grad8, grad8_t = cast_and_transpose(grad, scale, E5M2)
+    grad_x = product(grad8, weight8.T.contiguous(), scale, weight_scale)
+    return grad_x, product(grad8_t, x8_t, scale, x_scale, torch.float32)
 
 
 def product(
@@ -152,23 +225,60 @@ def cast_and_transpose(x: Tensor, scale: Tensor, dtype: torch.dtype) -> tuple[Te
     return _cast_and_transpose(x.contiguous(), scale, dtype)
 
 
+def swiglu_backward(
+    gate: Tensor, up: Tensor, grad: Tensor, hidden_scale: Tensor
+) -> tuple[Tensor, ...]:
+    """Backward of hidden = silu(gate) * up, all (rows, columns) in bfloat16.
+
+    Returns the gradients of gate and up, hidden / hidden_scale in FP8 and transposed, and the
+    scales that the two gradients need.
+    """
+    if runs_kernels(gate):
+        *found, largest = _swiglu_backward(gate, up, grad, hidden_scale)
+        return *found, *(scale_for(of_tiles.amax(), E5M2) for of_tiles in largest)
+    gate, up, grad = gate.float(), up.float(), grad.float()
+    sigmoid = gate.sigmoid()
+    silu = gate * sigmoid
+    both = grad * up * (sigmoid + silu * (1.0 - sigmoid)), grad * silu
+    hidden8_t = cast(silu * up, hidden_scale, E4M3).T.contiguous()
+    scales = (scale_for(values.abs().amax(), E5M2) for values in both)
+    return *(values.bfloat16() for values in both), hidden8_t, *scales
+
+
+TILE = 64  # rows and columns that one program of a kernel treats
+
 if triton is not None:
+    # What torch's compiler makes of either reads or writes columns, at half the speed.
 
     @torch.library.triton_op("steady::cast_and_transpose", mutates_args={})
     def _cast_and_transpose(x: Tensor, scale: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """One kernel that writes both: torch's compiler reads x twice for that."""
         rows, columns = x.shape
         x8 = torch.empty((rows, columns), dtype=dtype, device=x.device)
         x8_t = torch.empty((columns, rows), dtype=dtype, device=x.device)
-        tiles = triton.cdiv(rows, 64), triton.cdiv(columns, 64)
+        tiles = triton.cdiv(rows, TILE), triton.cdiv(columns, TILE)
         torch.library.wrap_triton(_cast_and_transpose_kernel)[tiles](
-            x, scale, x8, x8_t, rows, columns, TILE=64, num_warps=4
+            x, scale, x8, x8_t, rows, columns, TILE=TILE, num_warps=4
         )
         return x8, x8_t
 
+    @torch.library.triton_op("steady::swiglu_backward", mutates_args={})
+    def _swiglu_backward(
+        gate: Tensor, up: Tensor, grad: Tensor, hidden_scale: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Instead of the largest values: those of every tile (2, tiles)."""
+        rows, columns = gate.shape
+        grad_gate, grad_up = torch.empty_like(gate), torch.empty_like(up)
+        hidden8_t = torch.empty((columns, rows), dtype=E4M3, device=gate.device)
+        tiles = triton.cdiv(rows, TILE), triton.cdiv(columns, TILE)
+        largest = torch.empty((2, tiles[0] * tiles[1]), device=gate.device)
+        torch.library.wrap_triton(_swiglu_backward_kernel)[tiles](
+            gate, up, grad, hidden_scale, grad_gate, grad_up, hidden8_t, largest, rows, columns,
+            TILE=TILE, num_warps=8,
+        )  # fmt: skip
+        return grad_gate, grad_up, hidden8_t, largest
+
     @triton.jit
     def _cast_and_transpose_kernel(x, scale, x8, x8_t, rows, columns, TILE: tl.constexpr):
-        """One program per tile."""
         row = (tl.program_id(0) * TILE + tl.arange(0, TILE)[:, None]).to(tl.int64)
         column = (tl.program_id(1) * TILE + tl.arange(0, TILE)[None, :]).to(tl.int64)
         inside = (row < rows) & (column < columns)
@@ -176,3 +286,27 @@ if triton is not None:
         values = (values * (1.0 / tl.load(scale))).to(x8.dtype.element_ty)
         tl.store(x8 + row * columns + column, values, mask=inside)
         tl.store(x8_t + column * rows + row, values, mask=inside)
+
+    @triton.jit
+    def _swiglu_backward_kernel(
+        gate, up, grad, hidden_scale, grad_gate, grad_up, hidden8_t, largest, rows, columns,
+        TILE: tl.constexpr,
+    ):  # fmt: skip
+        row = (tl.program_id(0) * TILE + tl.arange(0, TILE)[:, None]).to(tl.int64)
+        column = (tl.program_id(1) * TILE + tl.arange(0, TILE)[None, :]).to(tl.int64)
+        inside = (row < rows) & (column < columns)
+        at = row * columns + column
+        g = tl.load(gate + at, mask=inside, other=0.0).to(tl.float32)
+        u = tl.load(up + at, mask=inside, other=0.0).to(tl.float32)
+        by_hidden = tl.load(grad + at, mask=inside, other=0.0).to(tl.float32)
+        sigmoid = tl.sigmoid(g)
+        silu = g * sigmoid
+        by_gate, by_up = by_hidden * u * (sigmoid + silu * (1.0 - sigmoid)), by_hidden * silu
+        tl.store(grad_gate + at, by_gate.to(grad_gate.dtype.element_ty), mask=inside)
+        tl.store(grad_up + at, by_up.to(grad_up.dtype.element_ty), mask=inside)
+        hidden8 = (silu * u * (1.0 / tl.load(hidden_scale))).to(hidden8_t.dtype.element_ty)
+        tl.store(hidden8_t + column * rows + row, hidden8, mask=inside)
+        tile = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
+        tiles = tl.num_programs(0) * tl.num_programs(1)
+        tl.store(largest + tile, tl.max(tl.abs(by_gate)))
+        tl.store(largest + tiles + tile, tl.max(tl.abs(by_up)))

@@ -6,7 +6,9 @@ the kernel writes its sums as they are: more exact, and a pass over all gradient
 head, whose gradient loss.py adds up chunk by chunk: float32 would take longer there.)
 """
 
-from steady.float8 import float8_linear
+from collections.abc import Sequence
+
+from steady.float8 import float8_linears
 
 import torch
 from torch import Tensor, nn
@@ -38,42 +40,52 @@ class Linear(nn.Linear):
         return self.training and self.weight8 is not None
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.in_float8:
-            return float8_linear(x, self.weight, self.weight8, self.weight8_scale)
-        return linear(x, self.weight)
+        return side_by_side(x, self)[0]
 
 
 def side_by_side(x: Tensor, *layers: Linear) -> tuple[Tensor, ...]:
     """The outputs of several layers for the same x (B, T, in): one product, which takes less time
-    than several, except for a single token, where copying the weights for it takes longer, and in
-    FP8, where every weight has a copy and a scale of its own."""
-    if x.shape[1] == 1 or layers[0].in_float8:
-        return tuple(layer(x) for layer in layers)
-    y = linear(x, torch.cat([layer.weight for layer in layers]))
-    return y.split([layer.out_features for layer in layers], dim=-1)
+    than several, except for a single token, where joining the weights takes longer."""
+    if layers[0].in_float8:
+        return float8_linears(x, *layers)
+    weights = [layer.weight for layer in layers]
+    if x.shape[1] == 1:
+        return tuple(linear(x, weight)[0] for weight in weights)
+    return linear(x, *weights)
 
 
-def linear(x: Tensor, weight: Tensor) -> Tensor:
-    """x (..., in) @ weight.T (in, out) in autocast's dtype; returns (..., out)."""
+def linear(x: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
+    """x (..., in) @ weight.T (in, out) in autocast's dtype for each weight; returns (..., out)."""
     dtype = compute_dtype(x)
-    if dtype == weight.dtype or not torch.is_grad_enabled():
-        return F.linear(x, weight)
-    return _Linear.apply(x.to(dtype), weight)
+    if torch.is_grad_enabled() and dtype.itemsize < 4:
+        return _Linear.apply(x.to(dtype), *weights)
+    return F.linear(x, joined(weights)).split([len(weight) for weight in weights], dim=-1)
+
+
+def joined(weights: Sequence[Tensor]) -> Tensor:
+    return weights[0] if len(weights) == 1 else torch.cat(weights)
 
 
 class _Linear(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, weight):
-        ctx.dtype, weight = weight.dtype, weight.to(x.dtype)
-        ctx.save_for_backward(x, weight)
-        return F.linear(x, weight)
+    """Forward is one product for all weights, backward one for each: where their gradients are to
+    be joined, torch's compiler computes each of them under masks, which takes far longer."""
 
     @staticmethod
-    def backward(ctx, grad):
+    def forward(ctx, x, *weights):
+        ctx.dtype, ctx.sizes = weights[0].dtype, [len(weight) for weight in weights]
+        weight = joined(weights).to(x.dtype)
+        ctx.save_for_backward(x, weight)
+        return F.linear(x, weight).split(ctx.sizes, dim=-1)
+
+    @staticmethod
+    def backward(ctx, *grads):
         x, weight = ctx.saved_tensors
-        rows, columns = grad.flatten(0, -2).T, x.flatten(0, -2)
-        if grad.is_cuda:
-            grad_weight = torch.mm(rows, columns, out_dtype=ctx.dtype)
-        else:
-            grad_weight = (rows @ columns).to(ctx.dtype)
-        return grad @ weight, grad_weight
+        columns, grads_x, grads_weight = x.flatten(0, -2), [], []
+        for grad, part in zip(grads, weight.split(ctx.sizes), strict=True):
+            grads_x.append(grad @ part)
+            rows = grad.flatten(0, -2).T
+            if grad.is_cuda and ctx.dtype != grad.dtype:
+                grads_weight.append(torch.mm(rows, columns, out_dtype=ctx.dtype))
+            else:
+                grads_weight.append((rows @ columns).to(ctx.dtype))
+        return sum(grads_x[1:], grads_x[0]), *grads_weight

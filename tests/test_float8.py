@@ -1,6 +1,9 @@
 """FP8 products: their gradients, when weights are copied, and where they are refused. The CPU has
 them too, slowly; what only a GPU shows is in test_gpu.py."""
 
+import copy
+from types import SimpleNamespace
+
 from steady import float8, optim
 from steady.distributed import Place
 from steady.environment import Plan
@@ -10,7 +13,7 @@ from steady.memory import StepShape
 import pytest
 import torch
 
-from model import GPT, GPTConfig
+from model import GPT, MLP, GPTConfig
 
 EAGER = Plan("compile=False", "default", False)
 ADAMW = {"optimizer": "adamw", "learning_rate": 3e-3, "beta1": 0.9, "beta2": 0.95,
@@ -50,10 +53,7 @@ def errors_of_a_layer(x, grad, use):
     exact = exact_x @ exact_weight.T
     exact.backward(grad.double())
     if use:
-        layer.weight8 = torch.empty_like(layer.weight, dtype=float8.E4M3)
-        layer.weight8_scale = torch.empty(())
-        with torch.no_grad():
-            float8.write_copies([(layer.weight, layer.weight8, layer.weight8_scale)])
+        float8.use_float8(SimpleNamespace(blocks=[layer]), torch.optim.SGD([layer.weight]), EAGER)
     x = x.clone().requires_grad_()
     with torch.autocast("cpu", torch.bfloat16):
         y = layer(x)
@@ -72,6 +72,25 @@ def test_a_layers_gradients_have_the_errors_of_their_formats():
     assert all(0.3 * bound < error < bound for error, bound in zip(errors, bounds, strict=True))
     in_bfloat16 = errors_of_a_layer(x, grad, use=False)
     assert max(in_bfloat16) < 0.004
+
+
+def test_an_mlps_gradients_have_the_errors_of_its_products():
+    """Against float64: what a gradient has been through adds up, x's three products most of all."""
+    torch.manual_seed(0)
+    mlp = MLP(GPTConfig(n_embd=128, n_head=2, n_hidden=320))
+    for weight in mlp.parameters():
+        torch.nn.init.normal_(weight, std=0.1)
+    exact = copy.deepcopy(mlp).double()
+    float8.use_float8(SimpleNamespace(blocks=[mlp]), torch.optim.SGD(mlp.parameters()), EAGER)
+    x, grad = torch.randn(4, 64, 128), 1e-6 * torch.randn(4, 64, 128)
+    exact_x, x = x.double().requires_grad_(), x.requires_grad_()
+    exact(exact_x).backward(grad.double())
+    with torch.autocast("cpu", torch.bfloat16):
+        mlp(x).backward(grad.bfloat16())
+    found = [x.grad, *(p.grad for p in mlp.parameters())]
+    right = [exact_x.grad, *(p.grad for p in exact.parameters())]
+    errors = [relative_error(a.double(), b) for a, b in zip(found, right, strict=True)]
+    assert all(0.03 < error < 0.15 for error in errors), errors
 
 
 def test_outliers_of_ten_thousand_give_no_nan_and_keep_the_rest():

@@ -5,10 +5,14 @@ import torch
 from torch.nn import functional as F
 
 
+def one_of(function):
+    return lambda *arguments: function(*arguments)[0]
+
+
 def gradients(function, x, weight, dtype=torch.bfloat16):
-    """Output, and gradients by x and weight, of the sum of squares under autocast."""
+    """Output, and gradients by x and weight, of the sum of squares under autocast, if any."""
     x, weight = (t.detach().clone().requires_grad_() for t in (x, weight))
-    with torch.autocast(x.device.type, dtype):
+    with torch.autocast(x.device.type, dtype, enabled=dtype is not None):
         y = function(x, weight)
     y.float().square().sum().backward()
     return y.detach(), x.grad, weight.grad
@@ -20,17 +24,31 @@ def gradients(function, x, weight, dtype=torch.bfloat16):
 def test_on_a_cpu_it_is_linear_under_autocast(dtype, shape, input_dtype):
     torch.manual_seed(0)
     case = torch.randn(shape).to(input_dtype), torch.randn(6, 8)
-    for found, expected in zip(
-        gradients(linear, *case, dtype), gradients(F.linear, *case, dtype), strict=True
-    ):
-        assert found.dtype == expected.dtype
-        torch.testing.assert_close(found, expected)
+    expected = gradients(F.linear, *case, dtype)
+    for found, right in zip(gradients(one_of(linear), *case, dtype), expected, strict=True):
+        assert found.dtype == right.dtype
+        torch.testing.assert_close(found, right)
+
+
+def test_several_layers_of_one_input_are_as_each_alone():
+    torch.manual_seed(0)
+    x, weight = torch.randn(2, 3, 8), torch.randn(10, 8)
+    for autocast in (False, True):
+        found, right = ([], [])
+        for results, function in (
+            (found, lambda x, w: torch.cat(linear(x, w[:6], w[6:]), dim=-1)),
+            (right, lambda x, w: torch.cat([F.linear(x, w[:6]), F.linear(x, w[6:])], dim=-1)),
+        ):
+            results += gradients(function, x, weight, torch.bfloat16 if autocast else None)
+        for ours, torchs in zip(found, right, strict=True):
+            torch.testing.assert_close(ours, torchs)
 
 
 def test_without_autocast_it_is_exact_twice_over():
-    x, weight = (torch.randn(3, 4, dtype=torch.float64, requires_grad=True) for _ in range(2))
-    assert torch.autograd.gradcheck(linear, (x, weight))
-    assert torch.autograd.gradgradcheck(linear, (x, weight))
+    x, *two = (torch.randn(3, 4, dtype=torch.float64, requires_grad=True) for _ in range(3))
+    for weights in two[:1], two:
+        assert torch.autograd.gradcheck(linear, (x, *weights))
+        assert torch.autograd.gradgradcheck(linear, (x, *weights))
 
 
 def test_sampling_converts_every_weight_once():
