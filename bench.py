@@ -9,6 +9,7 @@ set's where that is there, else GPT-2's.
 """
 
 import os
+import signal
 import socket
 import statistics
 import subprocess
@@ -32,6 +33,10 @@ memory = False  # estimate peak memory per component too
 
 HERE = Path(__file__).parent
 config = configure(globals(), base=HERE / "train.py")
+
+for ending in ("SIGTERM", "SIGHUP"):  # as Ctrl-C: train.py must not be left behind
+    if hasattr(signal, ending):
+        signal.signal(getattr(signal, ending), signal.default_int_handler)
 
 with tempfile.TemporaryDirectory() as folder:
     data_dir = HERE / "data" / config["dataset"]

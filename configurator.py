@@ -17,6 +17,7 @@ name must be a setting. The comment behind an assignment is its `--help` text.
 import ast
 import builtins
 import difflib
+import functools
 import io
 import math
 import os
@@ -69,6 +70,9 @@ RANGES = (
     ("above 0 and below 1", lambda value: 0 < value < 1, ("val_fraction",)),
     ("an integer of 64 bits", lambda value: -(2**63) <= value < 2**63, ("seed",)),
 )  # fmt: skip
+
+
+PATHS = ("out_dir", "dataset", "init_from", "to", "input", "out", "data")  # may begin with ~
 
 
 class Setting(NamedTuple):
@@ -158,6 +162,9 @@ def configure(
         raise SystemExit(0)
     ignores = read_settings(ignored) if ignored else {}
     config = resolve(settings, sys.argv[1:], ignores, config_files=bool(positional))
+    for name in PATHS:  # of --key=~ a shell makes nothing
+        if isinstance(config.get(name), str):
+            config[name] = os.path.expanduser(config[name])
     check_values(config)
     namespace.update(config)
     return config
@@ -223,13 +230,14 @@ def resolve(
             raise ValueError(
                 f"unknown setting {shown(argument)}{chosen(text) or nearest(key, settings)}"
             )
-        separate = not equals and not following.startswith("-") and not os.path.exists(following)
+        word = re.match(r"-?\d|[^-]", following) and not os.path.exists(following)
         boolean = settings[key].types == (bool,)
         if not equals and boolean and following.lower() not in ("true", "false", "0", "1"):
             text = "True"  # a bare --flag
         elif not equals or not argument.startswith("--"):
-            value = following if separate else settings[key].default
-            raise ValueError(f"{argument!r} has no value: write --{key}={value}")
+            value = text if equals else following if word else settings[key].default
+            value = {"0": "False", "1": "True"}.get(value, value) if boolean else value
+            raise ValueError(f"{shown(argument)} is no --key=value: write --{key}={value}")
         value = parse(text, settings[key].types)
         config[key] = check(settings[key], value, f"--{key}={shown(text, plain=True)}")
     return config
@@ -242,13 +250,7 @@ def run_config_file(
     ignored: dict[str, Setting],
 ) -> None:
     """Run a Python config file and take over its settings, except for `ignored` ones."""
-    try:
-        source = Path(path).read_text(encoding="utf-8-sig")  # Windows may begin it with a mark
-    except OSError as error:
-        hint = "" if "=" not in path else f" (a setting is written --{path})"
-        raise ValueError(f"cannot read config file {path!r}: {error.strerror}{hint}") from None
-    except ValueError as error:  # not UTF-8, or a path that cannot be one
-        raise ValueError(f"cannot read config file {path!r} as UTF-8 text: {error}") from None
+    source = source_of(path)
     namespace = {name: setting.default for name, setting in ignored.items()}
     namespace |= config | {"__file__": path}
     try:
@@ -271,11 +273,33 @@ def run_config_file(
             )
 
 
+@functools.cache  # a pipe can be read only once
+def source_of(path: str) -> str:
+    """The text of a config file."""
+    try:
+        return Path(path).read_text(encoding="utf-8-sig")  # Windows may begin it with a mark
+    except OSError as error:
+        setting = path.lstrip("\u2010\u2011\u2012\u2013\u2014\u2015\u2212\ufeff")  # other dashes
+        hint = "" if "=" not in path else f" (a setting is written --{setting})"
+        raise ValueError(f"cannot read config file {path!r}: {error.strerror}{hint}") from None
+    except ValueError as error:  # not UTF-8, or a path that cannot be one
+        raise ValueError(f"cannot read config file {path!r} as UTF-8 text: {error}") from None
+
+
+def is_computed(value: str) -> bool:
+    """Whether a setting's `value` may be another when the config files run again, as the name of a
+    folder with the time in it is: they do not hold it as it is."""
+    sources = [source_of(argument) for argument in sys.argv[1:] if not argument.startswith("-")]
+    return bool(sources) and not any(value in source for source in sources)
+
+
 def parse(text: str, types: tuple[type, ...]) -> Any:
     """Command-line text as the first of `types` that it can be read as, else the text itself."""
     for kind in types:
         if kind is bool and text.lower() in ("true", "false"):
             return text.lower() == "true"
+        if kind is int and re.fullmatch(r"\d{1,9}e\d", text):
+            return int(float(text))
         if kind in (int, float):
             try:
                 return kind(text)
@@ -288,7 +312,8 @@ def check(setting: Setting, value: Any, where: str) -> Any:
     """`value` if it has one of the setting's types; an int is welcome where a float is expected."""
     if type(value) in setting.types:
         return value
-    if float in setting.types and type(value) is int and abs(value) < 2**1023:
+    number = isinstance(value, int | float) and not isinstance(value, bool)  # or numpy's float
+    if float in setting.types and number and not abs(value) >= 2**1023:
         return float(value)
     expected = " or ".join(kind.__name__ for kind in setting.types)
     raise ValueError(
@@ -302,6 +327,9 @@ def check_values(values: dict[str, Any]) -> None:
     for name, choices in CHOICES.items():
         if values.get(name, choices[0]) not in choices:
             raise ValueError(f"unknown {name}={shown(values[name])}: use {', '.join(choices)}")
+    for name in ("out_dir", "dataset"):
+        if values.get(name) == "":
+            raise ValueError(f"{name} is empty: name a folder (. is the current one)")
     begin = values.get("init_from", "scratch")  # may be a folder or id of any name, too
     likely = difflib.get_close_matches(begin, ("scratch", "resume"), n=1)
     if likely and begin not in likely and not os.path.exists(begin):

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 from steady import checkpoint
 from steady.checkpoint import Start
 from steady.dataloader import DataSet
+from steady.distributed import this_process
 from steady.hardware import choose_dtype
 from steady.tokenizer import find_folder, from_meta, hf_tokenizer_meta, write_hf_tokenizer
 
@@ -65,6 +66,19 @@ def read_model_config(folder: Path) -> dict[str, Any]:
         theirs = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ValueError(f"{folder} has no readable config.json: {error}") from None
+    try:
+        return translated(theirs)
+    except ValueError as error:
+        raise ValueError(f"{folder / 'config.json'} {error}") from None
+    except Exception as error:  # a field is missing, or of another type
+        reason = f"{type(error).__name__}: {error}"
+        raise ValueError(
+            f"{folder / 'config.json'} is not what Llama, Mistral and Qwen3 have ({reason})"
+        ) from None
+
+
+def translated(theirs: dict[str, Any]) -> dict[str, Any]:
+    """GPTConfig's arguments for the content of a config.json."""
     kind = theirs.get("model_type")
     rope = theirs.get("rope_parameters") or theirs.get("rope_scaling") or {}
     rope_type = rope.get("rope_type", rope.get("type", "default"))
@@ -85,9 +99,7 @@ def read_model_config(folder: Path) -> dict[str, Any]:
     }  # fmt: skip
     found = [name for name, present in unsupported.items() if present]
     if found:
-        raise ValueError(
-            f"{folder / 'config.json'} needs what is not supported: {', '.join(found)}"
-        )
+        raise ValueError(f"needs what is not supported: {', '.join(found)}")
     theta = rope.get("rope_theta", theirs.get("rope_theta", 10000.0))
     return {
         "block_size": theirs.get("max_position_embeddings", 2048),
@@ -111,13 +123,14 @@ def read_pretrained(source: str) -> Pretrained:
 
     Raises ValueError for anything that would make its numbers differ from the original's.
     """
-    folder = find_folder(source, ["*.json", "*.safetensors"])
+    folder = find_folder(source, ["*.json", "model*.safetensors"])
     model_config = read_model_config(folder)
     try:
         from safetensors.torch import load_file
     except ImportError:
         raise ValueError("pretrained weights need safetensors: pip install safetensors") from None
-    files = sorted(folder.glob("*.safetensors"))
+    # some have a second copy beside these, such as consolidated.safetensors, with other names
+    files = sorted(folder.glob("model*.safetensors")) or sorted(folder.glob("*.safetensors"))
     if not files:
         raise ValueError(f"{folder} holds no *.safetensors file")
     tensors = {}
@@ -131,7 +144,7 @@ def read_pretrained(source: str) -> Pretrained:
         for name, tensor in tensors.items()
         if not name.endswith("rotary_emb.inv_freq")
     }
-    if model_config["tied_embeddings"]:
+    if model_config["tied_embeddings"] and "token_embedding.weight" in weights:
         weights["lm_head.weight"] = weights["token_embedding.weight"]
     with torch.device("meta"):
         expected = GPT(GPTConfig(**model_config))
@@ -157,6 +170,9 @@ def start_from(source: str, data: DataSet, block_size: int, dropout: float) -> S
             f"data set {data.folder.name} was not made with {source}'s tokenizer: make one with "
             f"python data/text/prepare.py --input=FILES --tokenizer=hf:{source} --out=data/NAME"
         )
+    if not pretrained.tokenizer and this_process().master:
+        print(f"note: {source} has no tokenizer.json: whether {data.folder.name} was made with its "
+              "tokenizer is not known")  # fmt: skip
     model_config = pretrained.model_config | {"block_size": block_size, "dropout": dropout}
     return Start(model_config, pretrained.weights, pretrained.dtype)
 

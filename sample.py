@@ -50,7 +50,7 @@ tokenizer = from_meta(saved["tokenizer"])
 
 if start.startswith("FILE:"):
     try:
-        start = Path(start.removeprefix("FILE:")).read_text(encoding="utf-8")
+        start = Path(start.removeprefix("FILE:")).read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"cannot read --start={start}: {error}") from None
 prompt = tokenizer.encode(start)
@@ -101,7 +101,7 @@ samples = generate(
     vocab_size=tokenizer.vocab_size, generator=generator,
     on_token=stream, cuda_graph=device.type == "cuda",
 )  # fmt: skip
-seconds = time.perf_counter() - began
+seconds = max(time.perf_counter() - began, 1e-9)
 if num_samples == 1:
     print(text_of(ids)[len(printed) :])
 else:

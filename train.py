@@ -21,7 +21,7 @@ from steady.float8 import require_float8, use_float8
 from steady.generate import sample_while_training
 from steady.profiler import Profiler
 from steady.runlog import RunLog
-from steady.stop import Rescue, StopRequest, how_to_go_on
+from steady.stop import Rescue, StopRequest, stopped
 from steady.tokenizer import from_meta
 
 import torch  # after steady, which sets the allocator's variable
@@ -117,12 +117,13 @@ asked = GPTConfig.from_settings(config, data.padded_vocab_size)
 if init_from == "scratch":
     start = checkpoint.Start(asked.settings())
 elif init_from == "resume":
-    start = checkpoint.resume(ckpt_path, asked, data.tokenizer, data.val_id)
+    start = checkpoint.resume(ckpt_path, asked, data.tokenizer, data.ids)
 else:
     start = convert.start_from(init_from, data, block_size, dropout)
 model_config = GPTConfig(**start.model_config)
 config |= {key: value for key, value in start.model_config.items() if key in config}  # no more 0s
 train_file, val_file = data.open(block_size, model_config.vocab_size)
+tokenizer = from_meta(data.tokenizer) if sample_interval else None
 
 # the global batch and an evaluation: fixed from here on, however micro-batches are split
 sequences_per_iter = batch_size * gradient_accumulation_steps
@@ -131,7 +132,7 @@ eval_sequences = eval_iters * batch_size
 step_shape = memory.StepShape(model_config, sequences_per_process, dtype, plan, here,
                               muon=optimizer == "muon", fp8=fp8, eval_only=eval_only)  # fmt: skip
 require_float8(step_shape, device)
-memory.require_room(step_shape, device)
+memory.require_room(step_shape, device, auto_batch)
 hardware.prepare(device, dtype, model_config.n_embd, block_size)
 raw_model = GPT(model_config).requires_grad_(not eval_only)  # what is saved, sampled, counted
 if start.weights is not None:
@@ -221,7 +222,7 @@ def training_state(new_best: float | None = None) -> dict:
         "pretrained_dtype": pretrained_dtype,
         "iter_num": iter_num,
         "best_val_loss": best_val_loss if new_best is None else new_best,
-        "val_id": data.val_id,
+        "data_ids": data.ids,
     }
     return state if new_best is not None else state | {
         "optimizer": optimizer.state_dict(),
@@ -231,7 +232,6 @@ def training_state(new_best: float | None = None) -> dict:
 
 
 try_save = partial(checkpoint.try_save, here=here, say=log.line)
-tokenizer = from_meta(data.tokenizer) if sample_interval else None
 profiler = Profiler(out_path, profile and here.master, memory_snapshot and here.master, log.line)
 stop_request = StopRequest(here.world_size == 1, announce=here.master, saves=not eval_only)
 
@@ -325,6 +325,6 @@ if not saved:
 if not here.master:
     distributed.leave()
 if stopping:
-    print(f"stopped at iteration {iter_num}, saved {ckpt_path}; to go on:\n  {how_to_go_on()}")
+    print(stopped(iter_num, ckpt_path))
 elif not eval_only:
     print(log.summary(iter_num, loader.position(iter_num) * block_size, best_val_loss, best_path))

@@ -72,7 +72,7 @@ def try_save(
         if here.master:
             save(path, content)
     except Exception as error:
-        kept = ", the last good one is kept" if path.exists() else ""
+        kept = ", the last good one is kept" if path.is_file() else ""
         say(f"warning: {path} was not saved{kept}: {what_failed(error)}")
         if last:
             say(save_elsewhere(path, content))
@@ -253,14 +253,14 @@ class Start(NamedTuple):
     scaler: dict[str, Any] | None = None
 
 
-def resume(path: Path, asked: GPTConfig, tokenizer: dict[str, Any], val_id: str) -> Start:
+def resume(path: Path, asked: GPTConfig, tokenizer: dict[str, Any], ids: dict[str, str]) -> Start:
     """Where the run that wrote `path` was.
 
     Args:
         asked: the architecture that the settings ask for. It must be the checkpoint's, except for
             dropout; where it once came with pretrained weights, it still does.
         tokenizer: the data set's.
-        val_id: of its val.bin. The lowest loss on another one is no bar for this one.
+        ids: of its files. The lowest loss on another val.bin is no bar for this one.
     """
     saved, model_config = load(path, EVERYTHING), asked.settings()
     architecture(saved, type(asked), path)
@@ -274,10 +274,14 @@ def resume(path: Path, asked: GPTConfig, tokenizer: dict[str, Any], val_id: str)
         path,
     )
     best_val_loss = saved["best_val_loss"]
-    if saved.get("val_id", val_id) != val_id:
+    others = [name for name, was in saved.get("data_ids", {}).items() if ids.get(name) != was]
+    if "val.bin" in others:
         best_val_loss = math.inf
-        if distributed.this_process().master:
-            print("note: val.bin is not the one of the checkpoint: its best loss does not count")
+    meaning = {
+        "train.bin": "the run reads other text now", "val.bin": "its best loss does not count",
+    }  # fmt: skip
+    for name in others if distributed.this_process().master else ():
+        print(f"note: {name} is not the one of the checkpoint: {meaning[name]}")
     return Start(
         model_config,
         saved["model"],

@@ -76,17 +76,27 @@ class DataSet:
         self.padded_vocab_size = vocab_size or math.ceil(self.vocab_size / 64) * 64
         self.dtype = self.meta.get("dtype", "uint16")
         self.tokenizer = {key: self.meta[key] for key in META_KEYS if key in self.meta}
-        self.val_id = ""  # tells this val.bin from another: its size, its beginning's checksum
-        with contextlib.suppress(FileNotFoundError), open(folder / "val.bin", "rb") as file:
-            self.val_id = f"{zlib.crc32(file.read(2**20)):08x}, {file.seek(0, 2)} bytes"
+        self.ids = {}  # tell these files from others: the size, the beginning's checksum
+        for name in ("train.bin", "val.bin"):
+            with contextlib.suppress(FileNotFoundError), open(folder / name, "rb") as file:
+                beginning = zlib.crc32(file.read(2**20))
+                self.ids[name] = f"{beginning:08x}, {file.seek(0, 2)} bytes"
 
     def open(self, block_size: int, vocab_size: int) -> tuple["TokenFile", "TokenFile"]:
         """The training and the validation tokens, for a model of that context and vocabulary."""
         vocab_size = min(self.vocab_size, vocab_size)
-        return tuple(
-            TokenFile(self.folder / name, block_size, vocab_size, self.dtype)
-            for name in ("train.bin", "val.bin")
-        )
+        files = []
+        for split in ("train", "val"):
+            path = self.folder / f"{split}.bin"
+            file = TokenFile(path, block_size, vocab_size, self.dtype)
+            expected = self.meta.get("tokens", {}).get(split, file.n_tokens)
+            if file.n_tokens != expected:  # a copy that broke off
+                raise ValueError(
+                    f"{path} has {file.n_tokens} tokens, but its meta.json says {expected}: copy "
+                    "or prepare the data set again (or correct meta.json)"
+                )
+            files.append(file)
+        return tuple(files)
 
     def summary(self, tokens_per_iter: int) -> str:
         """For the beginning of a run's log."""

@@ -200,8 +200,6 @@ def fit(
     try then, and the estimate decides what the first is. Raises ValueError when nothing fits.
     """
     available_gib = distributed.all_reduce_min(hardware.available_memory_gib(device))
-    if auto and available_gib == math.inf:
-        hardware.require_cuda(device, batch_size="auto")
     sharded = step.shards > 1
     most_gib = min(available_gib, distributed.all_reduce_min(hardware.machine_memory_gib(device)))
     limit = (SURE_TO_FIT if sharded else WORTH_TRYING) * most_gib
@@ -316,9 +314,11 @@ def num_params(config: GPTConfig) -> int:
     return head * (1 if config.tied_embeddings else 2) + config.n_layer * block + width
 
 
-def require_room(step: StepShape, device: torch.device) -> None:
-    """Raises ValueError for a model of which `device` cannot hold a step of one sequence; nothing
-    is allocated."""
+def require_room(step: StepShape, device: torch.device, auto: bool) -> None:
+    """Raises ValueError for a model of which `device` cannot hold a step of one sequence, and where
+    it is not known how many it can hold, if that is asked for (`auto`); nothing is allocated."""
+    if auto and hardware.available_memory_gib(device) == math.inf:
+        hardware.require_cuda(device, batch_size="auto")
     machine_gib = hardware.machine_memory_gib(device)
     needed = estimate(step._replace(sequences=1), 1, "block")
     if sum(needed.values()) > WORTH_TRYING * machine_gib:

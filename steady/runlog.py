@@ -123,7 +123,8 @@ class RunLog:
 
         memory_gib: the most GPU memory so far, None if not known.
         """
-        seconds = (time.perf_counter() - self.timed_from) / (iter_num + 1 - self.timed_iter)
+        passed = max(time.perf_counter() - self.timed_from, 1e-9)
+        seconds = passed / (iter_num + 1 - self.timed_iter)
         self.restart_clock(iter_num + 1)
         mfu = self.flops_per_iter / seconds / self.peak_flops if self.peak_flops else None
         entry = {

@@ -16,7 +16,7 @@ from steady.memory import Split, StepShape
 
 import torch
 
-from configurator import one_line_errors
+from configurator import is_computed, one_line_errors
 
 # Steps in a row with gradients that are not finite: after how many to say so, and to end the run.
 # float16 begins with a few of them, while GradScaler halves its factor.
@@ -117,8 +117,8 @@ class Rescue:
         elif not self.diverged and kind is not KeyboardInterrupt:
             happened = happened or "the error above"
             saved, go_on = self.save(), "nothing to go on from"
-            if self.path.exists():
-                go_on = f"to go on: {how_to_go_on(flags)}"
+            if self.path.is_file():
+                go_on = f"to go on: {how_to_go_on(self.path.parent, flags)}"
             print(f"{rank}error: {happened}; {saved}; {go_on}", file=sys.stderr, flush=True)
         if here.world_size > 1:
             leave(1)
@@ -138,9 +138,17 @@ class Rescue:
             return f"{self.path} was not saved ({reason})"
 
 
-def how_to_go_on(flags: Sequence[str] = ()) -> str:
+def stopped(iter_num: int, path: Path) -> str:
+    """What the run of this process ends with that a signal has stopped and `path` has saved."""
+    go_on = how_to_go_on(path.parent)
+    return f"stopped at iteration {iter_num}, saved {path}; to go on:\n  {go_on}"
+
+
+def how_to_go_on(out_dir: Path, flags: Sequence[str] = ()) -> str:
     """The command that resumes the run of this process, with other `flags`."""
     again = [*flags, "--init_from=resume"]
+    if is_computed(str(out_dir)):  # a name with the time in it, perhaps
+        again.insert(0, f"--out_dir={out_dir}")
     names = {flag.partition("=")[0] for flag in again}
     command = [argument for argument in sys.argv[1:] if argument.partition("=")[0] not in names]
     return shlex.join([*launcher(), sys.argv[0], *command, *again])

@@ -186,7 +186,7 @@ def hf_tokenizer_meta(folder: Path) -> dict[str, Any]:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         end_of_text = config.get("eos_token_id")
     if isinstance(end_of_text, list):  # several end a turn of a chat; the first ends a text
-        end_of_text = end_of_text[0]
+        end_of_text = end_of_text[0] if end_of_text else None
     return HFTokenizer(path.read_text(encoding="utf-8"), end_of_text).meta()
 
 

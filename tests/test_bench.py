@@ -2,6 +2,9 @@ import json
 import lzma
 import re
 import shutil
+import signal
+import time
+from pathlib import Path
 
 import pytest
 from conftest import ROOT, TINY
@@ -32,6 +35,19 @@ def test_bench_passes_on_what_train_says_when_it_fails(fork):
     assert process.wait() == 1
     assert "error: n_embd=32 is not divisible by n_head=3" in shown
     assert shown.endswith("\nerror: train.py ended after 0 of 16 steps, see above\n")
+
+
+def test_a_bench_that_is_ended_leaves_nothing_behind(fork, tmp_path):
+    process = fork("bench.py", *TINY, "--vocab_size=64", "--steps=1000000", TMPDIR=str(tmp_path),
+                   code="import tempfile; tempfile.tempdir = None")  # fmt: skip
+    end = time.monotonic() + 60
+    while not list(tmp_path.glob("*/metrics.jsonl")):
+        assert time.monotonic() < end, "waited in vain"
+        time.sleep(0.05)
+    (child,) = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(30)  # not 0, and not None
+    assert not Path(f"/proc/{child}").exists() and not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("vocab_size", [-5, 10**12])

@@ -1,5 +1,7 @@
+import os
 import re
 import sys
+import threading
 
 import pytest
 from conftest import ROOT
@@ -9,6 +11,7 @@ from configurator import (
     check_values,
     configure,
     describe,
+    is_computed,
     one_line_errors,
     read_settings,
     resolve,
@@ -154,16 +157,21 @@ def test_f39_config_file_with_a_byte_order_mark_or_in_another_encoding(settings,
     file = tmp_path / "c.py"
     file.write_bytes(b"\xef\xbb\xbfsteps = 7\n")
     assert resolve(settings, [str(file)])["steps"] == 7
-    file.write_bytes("# Größe\nsteps = 7\n".encode("latin-1"))
-    with pytest.raises(ValueError, match=r"c\.py' as UTF-8 text"):
-        resolve(settings, [str(file)])
+    other = tmp_path / "latin.py"
+    other.write_bytes("# Größe\nsteps = 7\n".encode("latin-1"))
+    with pytest.raises(ValueError, match=r"latin\.py' as UTF-8 text"):
+        resolve(settings, [str(other)])
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["--steps", "8"], "write --steps=8"),
+        (["--steps", "-8"], "write --steps=-8"),
+        (["-steps=8"], "write --steps=8"),
+        (["\u2013\u2013steps=8"], "a setting is written --steps=8"),  # an editor's dashes
         (["--fast", "False"], "write --fast=False"),
+        (["--fast", "0"], "write --fast=False"),
         (["--mode=reduce-overhead"], "did you mean --compile_mode=reduce-overhead"),
         (["--fast=reduce-overhead"], "did you mean --compile_mode=reduce-overhead"),
         (["--steps=" + "9" * 5000], r"steps takes .*9\.\.\. \(5002 characters\)$"),
@@ -189,6 +197,50 @@ def test_missing_config_file_and_missing_value_say_what_to_write(settings):
         resolve(settings, ["steps=3"])
     with pytest.raises(ValueError, match="write --steps=10"):
         resolve(settings, ["--steps"])
+
+
+@pytest.mark.parametrize("text, value", [("1e3", 1000), ("6E5", 600000), ("1000", 1000)])
+def test_a_whole_number_may_have_an_exponent(settings, text, value):
+    found = resolve(settings, [f"--steps={text.lower()}"])["steps"]
+    assert found == value and type(found) is int
+    with pytest.raises(ValueError, match="takes a value of type int"):
+        resolve(settings, ["--steps=1.5e0"])
+
+
+def test_numpys_numbers_are_numbers(settings, tmp_path):
+    file = tmp_path / "c.py"
+    file.write_text("import numpy as np\nrate = np.float64(1e-3)\n")
+    found = resolve(settings, [str(file)])["rate"]
+    assert found == 1e-3 and type(found) is float
+
+
+def test_a_config_file_is_read_once(settings, tmp_path):
+    """As `train.py <(generate)` is: a pipe has its text only once."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    threading.Thread(target=pipe.write_text, args=("steps = 7\n",), daemon=True).start()
+    assert [resolve(settings, [str(pipe)])["steps"] for _ in range(3)] == [7, 7, 7]
+
+
+def test_a_value_that_config_files_compute_is_known(tmp_path, monkeypatch):
+    file = tmp_path / "c.py"
+    file.write_text("import time\nout_dir = f'run-{time.time()}'\ndataset = 'owt'\n")
+    monkeypatch.setattr(sys, "argv", ["train.py", str(file), "--steps=3"])
+    assert is_computed("run-17.5") and not is_computed("owt")
+    monkeypatch.setattr(sys, "argv", ["train.py", "--out_dir=a"])
+    assert not is_computed("a")
+
+
+def test_folders_may_begin_with_the_home_folder(tmp_path, monkeypatch):
+    script = tmp_path / "s.py"
+    script.write_text('out_dir = "out"  # folder\nconfigure(globals())\n')
+    monkeypatch.setattr(sys, "argv", ["s.py", "--out_dir=~/runs/1"])
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    monkeypatch.setenv("HOME", "/home/someone")
+    namespace = {"__file__": str(script)}
+    assert configure(namespace)["out_dir"] == namespace["out_dir"] == "/home/someone/runs/1"
+    with pytest.raises(ValueError, match="out_dir is empty"):
+        check_values({"out_dir": ""})
 
 
 def test_bare_flag_of_a_boolean_means_true(settings):

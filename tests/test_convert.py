@@ -112,6 +112,41 @@ def test_what_is_not_supported_is_refused_by_name(tmp_path, change, named):
         convert.read_pretrained(str(tmp_path))
 
 
+@pytest.mark.parametrize(
+    "content",
+    [
+        [1, 2], {"model_type": "llama"}, {"rope_parameters": [1]}, {"vocab_size": None},
+        {"num_attention_heads": None, "head_dim": None},
+        {"rope_parameters": {"rope_theta": None}, "rope_theta": None},
+    ],
+)  # fmt: skip
+def test_a_config_that_is_none_of_theirs_is_one_line(tmp_path, content):
+    theirs().save_pretrained(tmp_path)
+    if isinstance(content, dict) and "model_type" not in content:
+        content = json.loads((tmp_path / "config.json").read_text()) | content
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    with pytest.raises(ValueError, match=r"config\.json is not what Llama|is not of type int"):
+        convert.read_pretrained(str(tmp_path))
+
+
+def test_a_second_copy_of_the_weights_is_left_alone(tmp_path):
+    """As in Mistral's repositories, under other names."""
+    theirs().save_pretrained(tmp_path)
+    other = {"tok_embeddings.weight": torch.zeros(96, 64)}
+    safetensors_torch.save_file(other, tmp_path / "consolidated.safetensors")
+    convert.read_pretrained(str(tmp_path))
+
+
+def test_tied_weights_without_an_embedding_are_named(tmp_path):
+    theirs(tie_word_embeddings=True).save_pretrained(tmp_path)
+    path = tmp_path / "model.safetensors"
+    tensors = safetensors_torch.load_file(path)
+    del tensors["model.embed_tokens.weight"]
+    safetensors_torch.save_file(tensors, path)
+    with pytest.raises(ValueError, match=r"token_embedding\.weight"):
+        convert.read_pretrained(str(tmp_path))
+
+
 def test_unexpected_and_missing_weights_are_named(tmp_path):
     theirs().save_pretrained(tmp_path)
     path = tmp_path / "model.safetensors"
@@ -211,6 +246,13 @@ def test_a_data_set_of_another_tokenizer_is_refused_with_the_command(run, foreig
     with pytest.raises(ValueError, match=r"--input=FILES --tokenizer=hf:.*foreign --out"):
         run("train.py", *TINY, f"--dataset={sums}", f"--out_dir={tmp_path / 'out'}",
             f"--init_from={foreign}")  # fmt: skip
+
+
+def test_without_a_tokenizer_a_note_says_that_it_was_not_compared(run, foreign, sums, tmp_path):
+    (foreign / "tokenizer.json").unlink()
+    shown = run("train.py", *TINY, f"--dataset={sums}", f"--out_dir={tmp_path / 'out'}",
+                f"--init_from={foreign}", "--max_iters=0")  # fmt: skip
+    assert f"note: {foreign} has no tokenizer.json" in shown
 
 
 def test_a_trained_model_loads_in_transformers(run, sums, tmp_path):

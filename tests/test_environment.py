@@ -2,6 +2,7 @@
 
 import os
 import platform
+import shlex
 import subprocess
 import sys
 from functools import partial
@@ -169,6 +170,12 @@ def test_report_runs_here_and_names_every_part():
     for name in ("python", "compiler", "Python.h", "torch", "device", "torch.compile"):
         assert name in names
     assert all(state in ("ok", "warning", "problem") for state, _, _ in rows)
+
+
+def test_a_report_whose_reader_has_seen_enough_ends_silently():
+    command = f"{shlex.quote(sys.executable)} -m steady.environment | head -1"
+    found = subprocess.run(command, shell=True, cwd=ROOT, capture_output=True, text=True)
+    assert found.stdout.startswith("ok") and not found.stderr
 
 
 def test_report_runs_without_torch_and_without_a_compiler(tmp_path):

@@ -141,8 +141,10 @@ def test_bytes_of_one_character_are_shown_together(run, tmp_path):
     write_dataset(tmp_path / "data", ByteTokenizer(), splits)
     run("train.py", *TINY, f"--dataset={tmp_path / 'data'}", f"--out_dir={tmp_path}",
         "--max_iters=80", "--lr_decay_iters=80")  # fmt: skip
-    shown = sample(run, tmp_path, "--start=你", "--num_samples=1", "--temperature=0")
-    assert shown == "你好你好你\n"
+    (tmp_path / "marked.txt").write_text("你", encoding="utf-8-sig")
+    for prompt in "你", f"FILE:{tmp_path / 'marked.txt'}":
+        shown = sample(run, tmp_path, f"--start={prompt}", "--num_samples=1", "--temperature=0")
+        assert shown == "你好你好你\n"
 
 
 def test_empty_prompt_starts_from_the_end_of_text_token(run, tmp_path):

@@ -13,9 +13,11 @@ import tempfile
 import time
 import types
 import warnings
+from pathlib import Path
 
 from steady import checkpoint, environment, hardware, memory, recompute
 from steady.runlog import RunLog, read_metrics
+from steady.stop import how_to_go_on
 
 import numpy as np
 import pytest
@@ -428,6 +430,38 @@ def test_the_last_save_goes_elsewhere_where_the_folder_is_full(run, sums, tmp_pa
         train(run, tmp_path / "out", sums, "--max_iters=5", "--eval_interval=2")
     (saved,) = spare.glob("*/ckpt.pt")
     assert checkpoint.load(saved)["iter_num"] == 5 and len(list(spare.iterdir())) == 1
+
+
+def test_a_clock_that_stands_still_ends_no_run(run, sums, tmp_path, monkeypatch):
+    monkeypatch.setattr(time, "perf_counter", lambda: 1.0)
+    assert "finished at iteration 3" in train(run, tmp_path, sums, "--max_iters=3")
+
+
+def test_the_way_on_names_a_folder_that_the_config_computes(tmp_path, monkeypatch):
+    file = tmp_path / "timed.py"
+    file.write_text("import time\nout_dir = f'run-{time.time()}'\n")
+    monkeypatch.setattr(sys, "argv", ["train.py", str(file)])
+    assert how_to_go_on(Path("run-17.5")).endswith("--out_dir=run-17.5 --init_from=resume")
+    file = tmp_path / "plain.py"
+    file.write_text("out_dir = 'run-17.5'\n")
+    monkeypatch.setattr(sys, "argv", ["train.py", str(file)])
+    assert "--out_dir" not in how_to_go_on(Path("run-17.5"))
+
+
+def test_other_training_text_is_noted_and_half_of_it_refused(run, sums, tmp_path):
+    out, other = tmp_path / "out", tmp_path / "other"
+    train(run, out, sums, "--max_iters=3")
+    shutil.copytree(sums, other)
+    tokens = np.fromfile(other / "train.bin", dtype="<u2")
+    tokens[::-1].tofile(other / "train.bin")
+    shown = train(run, out, other, "--max_iters=6", "--init_from=resume")
+    assert "note: train.bin is not the one of the checkpoint: the run reads other text now" in shown
+    tokens[: len(tokens) // 2].tofile(other / "train.bin")
+    message = (
+        rf"train.bin has {len(tokens) // 2} tokens, but its meta.json says {len(tokens)}: copy"
+    )
+    with pytest.raises(ValueError, match=message):
+        train(run, out, other, "--max_iters=6")
 
 
 def test_f25_on_other_data_the_best_loss_begins_anew(run, sums, tmp_path):
@@ -919,8 +953,10 @@ def test_auto_batch_keeps_the_global_batch_of_the_config(run, sums, tmp_path, mo
 
 
 def test_auto_batch_without_a_gpu_and_other_words_are_refused(run, sums, tmp_path):
+    train(run, tmp_path, sums, "--max_iters=2")
     with pytest.raises(ValueError, match="batch_size=auto needs a CUDA device"):
         train(run, tmp_path, sums, "--batch_size=auto")
+    assert (tmp_path / "ckpt.pt").exists()  # what is refused moves no earlier run aside
     with pytest.raises(ValueError, match="batch_size='large' must be an integer"):
         train(run, tmp_path, sums, "--batch_size=large")
 
