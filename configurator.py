@@ -28,7 +28,7 @@ import tokenize
 from pathlib import Path
 from typing import Any, NamedTuple
 
-# What the settings of all scripts may be: there are no checks of this kind elsewhere.
+# What each setting of any script may be. What several must be together is checked where it matters.
 CHOICES = {
     "dtype": ("auto", "float32", "bfloat16", "float16"),
     "compile_mode": ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"),

@@ -89,7 +89,7 @@ memory_snapshot = False  # write out_dir/memory.pickle, the GPU memory's history
 
 config = configure(globals())
 auto_batch = batch_size == "auto"
-if auto_batch:  # as many as fit, in the global batch that there is without this flag
+if auto_batch:  # changes only how the global batch is split: that of config file and defaults
     batch_size = config["batch_size"] = without_auto(__file__, "batch_size")
 
 # -----------------------------------------------------------------------------
@@ -108,7 +108,7 @@ distributed.start(here, device, backend, config)
 if not eval_only or wandb_log:  # this run writes to out_dir: lock it
     distributed.first_does(here, partial(folder.claim, out_path))
 autocast = hardware.autocast(device, dtype)
-torch.manual_seed(seed)
+torch.manual_seed(seed)  # the same in every process: initial weights are not exchanged
 
 # -----------------------------------------------------------------------------
 # data and model: three ways to start
@@ -121,7 +121,7 @@ elif init_from == "resume":
 else:
     start = convert.start_from(init_from, data, block_size, dropout)
 model_config = GPTConfig(**start.model_config)
-config |= {key: value for key, value in start.model_config.items() if key in config}  # no more 0s
+config |= {key: value for key, value in start.model_config.items() if key in config}  # chosen sizes
 train_file, val_file = data.open(block_size, model_config.vocab_size)
 tokenizer = from_meta(data.tokenizer) if sample_interval else None
 
@@ -300,7 +300,7 @@ while True:
     if log_due:  # copied now, so that reading waits for backward, but not for the optimizer
         distributed.all_reduce_sum(loss)
         read_numbers = hardware.read_later(loss, grad_norm, optimizer.skipped)
-    rescue.whole = False  # until iter_num is raised, the weights are a step ahead of it
+    rescue.whole = False  # an error before iter_num is raised saves nothing: they would not match
     scaler.step(optimizer)
     scaler.update()
     gradients.clear()

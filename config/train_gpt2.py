@@ -6,6 +6,7 @@ About 0.5M tokens per iteration; 600,000 iterations are 300B tokens. nanoGPT rea
 loss of about 2.85 so; this has not been run to its end here.
 """
 
+out_dir = "out-gpt2"
 wandb_run_name = "gpt2-124M"
 
 batch_size = 12

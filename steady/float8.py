@@ -8,12 +8,12 @@ is nothing to save for a resume. Weights stay in float32; their FP8 copies are m
 step of the optimizer.
 
 Ada's and Hopper's FP8 kernels want both matrices contiguous along the dimension that is summed
-over. Forward sums over the inputs, the input's gradient over the outputs, the weight's over the
-tokens: so backward transposes the weight's copy, the gradient and the input.
+over. y = x W^T sums over the features of x, the gradient of x over those of y, the gradient of W
+over tokens: so backward transposes the weight's copy, the gradient of y, and x.
 
-What costs time besides the products is passes over their inputs, for a maximum and for a cast. So
-layers of one input share it, and an MLP is one function, whose backward writes what it needs of
-SwiGLU in one pass.
+Besides the products, time goes into passes over what is multiplied: one for its maximum, one for
+the cast. So layers with the same input share both, and an MLP is one function, whose backward
+writes all it needs of SwiGLU in one pass.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def scale_for(largest: Tensor, dtype: torch.dtype) -> Tensor:
 
 def scale_of(x: Tensor, dtype: torch.dtype) -> Tensor:
     """The scale of x (rows, columns)."""
-    # first of each row: compiled code does that inside the kernel that writes the row
+    # each row's maximum first: compiled code finds that in the kernel that writes the row
     return scale_for(x.abs().amax(dim=1).amax(), dtype)
 
 
@@ -142,7 +142,7 @@ def tensors_of(layers: Sequence[nn.Linear]) -> list[Tensor]:
 class _Float8Linears(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, *tensors):
-        n = len(tensors) // 3
+        n = len(tensors) // 3  # the weights themselves only take their gradients
         weights8, weight_scales = tensors[n : 2 * n], tensors[2 * n :]
         x_scale = scale_of(x, E4M3)
         x8 = cast(x, x_scale, E4M3)
@@ -170,7 +170,7 @@ class _Float8MLP(torch.autograd.Function):
         x8 = cast(x, x_scale, E4M3)
         gate, up = product(x8, gate8, x_scale, gate_scale), product(x8, up8, x_scale, up_scale)
         hidden = F.silu(gate) * up
-        # in rows whose maximum a kernel finds without a loop, if it can be cut into such
+        # seen as rows of 1024 where the size allows it: so many a kernel compares at once
         pieces = hidden.view(-1, 1024) if hidden.numel() % 1024 == 0 else hidden
         hidden_scale = scale_of(pieces, E4M3)
         ctx.save_for_backward(x8, x_scale, gate, up, hidden_scale, *tensors[3:])
@@ -183,14 +183,15 @@ class _Float8MLP(torch.autograd.Function):
         scale = scale_of(grad, E5M2)
         grad8, grad8_t = cast_and_transpose(grad, scale, E5M2)
         grad_hidden = product(grad8, down8.T.contiguous(), scale, down_scale)
-        grad_gate, grad_up, hidden8_t, to_gate, to_up = swiglu_backward(
+        # of gate's and up's outputs
+        grad_gate, grad_up, hidden8_t, grad_gate_scale, grad_up_scale = swiglu_backward(
             gate, up, grad_hidden, hidden_scale
         )
-        grad_down = product(grad8_t, hidden8_t, scale, hidden_scale, torch.float32)
-        x8_t = x8.T.contiguous()
-        by_gate, grad_gate = gradients(grad_gate, to_gate, x8_t, x_scale, gate8, gate_scale)
-        by_up, grad_up = gradients(grad_up, to_up, x8_t, x_scale, up8, up_scale)
-        return by_gate + by_up, grad_gate, grad_up, grad_down, *[None] * 6
+        down_weight = product(grad8_t, hidden8_t, scale, hidden_scale, torch.float32)
+        of_x = x8.T.contiguous(), x_scale
+        by_gate, gate_weight = gradients(grad_gate, grad_gate_scale, *of_x, gate8, gate_scale)
+        by_up, up_weight = gradients(grad_up, grad_up_scale, *of_x, up8, up_scale)
+        return by_gate + by_up, gate_weight, up_weight, down_weight, *[None] * 6
 
 
 def gradients(
@@ -248,7 +249,7 @@ def swiglu_backward(
 TILE = 64  # rows and columns that one program of a kernel treats
 
 if triton is not None:
-    # What torch's compiler makes of either reads or writes columns, at half the speed.
+    # Compiled by torch, these two would read or write column by column, at half the speed.
 
     @torch.library.triton_op("steady::cast_and_transpose", mutates_args={})
     def _cast_and_transpose(x: Tensor, scale: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -265,7 +266,7 @@ if triton is not None:
     def _swiglu_backward(
         gate: Tensor, up: Tensor, grad: Tensor, hidden_scale: Tensor
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Instead of the largest values: those of every tile (2, tiles)."""
+        """As swiglu_backward, but in place of the scales the maxima of all tiles (2, tiles)."""
         rows, columns = gate.shape
         grad_gate, grad_up = torch.empty_like(gate), torch.empty_like(up)
         hidden8_t = torch.empty((columns, rows), dtype=E4M3, device=gate.device)

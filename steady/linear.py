@@ -22,7 +22,7 @@ def compute_dtype(tensor: Tensor) -> torch.dtype:
 
 
 class Linear(nn.Linear):
-    """nn.Linear without a bias: (..., in_features) to (..., out_features).
+    """nn.Linear without a bias: (B, T, in_features) to (B, T, out_features).
 
     Where `float8.use_float8` has given it an FP8 copy of its weight, training multiplies that.
     """
@@ -67,8 +67,9 @@ def joined(weights: Sequence[Tensor]) -> Tensor:
 
 
 class _Linear(torch.autograd.Function):
-    """Forward is one product for all weights, backward one for each: where their gradients are to
-    be joined, torch's compiler computes each of them under masks, which takes far longer."""
+    """Forward is one product for all weights, backward one for each. One for all would need the
+    gradients of the outputs side by side, and torch's compiler computes what it writes so under
+    masks: 240 us a layer of 124M for queries and keys, where the bytes need 47 (H200)."""
 
     @staticmethod
     def forward(ctx, x, *weights):
@@ -80,12 +81,12 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *grads):
         x, weight = ctx.saved_tensors
-        columns, grads_x, grads_weight = x.flatten(0, -2), [], []
+        inputs, grads_x, grads_weight = x.flatten(0, -2), [], []
         for grad, part in zip(grads, weight.split(ctx.sizes), strict=True):
             grads_x.append(grad @ part)
-            rows = grad.flatten(0, -2).T
+            grad_t = grad.flatten(0, -2).T
             if grad.is_cuda and ctx.dtype != grad.dtype:
-                grads_weight.append(torch.mm(rows, columns, out_dtype=ctx.dtype))
+                grads_weight.append(torch.mm(grad_t, inputs, out_dtype=ctx.dtype))
             else:
-                grads_weight.append((rows @ columns).to(ctx.dtype))
+                grads_weight.append((grad_t @ inputs).to(ctx.dtype))
         return sum(grads_x[1:], grads_x[0]), *grads_weight

@@ -2,7 +2,7 @@
 
     python data/text/prepare.py --input=book.txt --tokenizer=char
     python data/text/prepare.py --input="notes/**/*.md" --out=data/notes
-    python train.py config/train_shakespeare_char_cpu.py --dataset=notes
+    python train.py config/train_shakespeare_char_cpu.py --dataset=notes --out_dir=out-notes
 
 Every text file is a document, and its last tenth is held out for validation. Of .jsonl and .parquet
 files every row's `text` is a document, and every tenth is held out. What ends in .gz is unpacked.
