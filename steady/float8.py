@@ -22,15 +22,14 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from steady.environment import Plan
-from steady.kernels import runs_kernels, tl, triton
-from steady.optim import AdamW, compiled_if_possible
+from steady.kernels import compiled_if_possible, runs_kernels, tl, triton
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 if TYPE_CHECKING:
+    from steady.environment import Plan
     from steady.memory import StepShape
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -71,7 +70,7 @@ def require_float8(step: StepShape, device: torch.device) -> None:
 
 
 @torch.no_grad()
-def use_float8(model: nn.Module, optimizer: AdamW, plan: Plan) -> None:
+def use_float8(model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan) -> None:
     """Have the linear layers of `model`'s blocks multiply in FP8 when training; their copies of the
     weights are made now and after every step of `optimizer`. Decide before compiling."""
     blocks = [[m for m in block.modules() if isinstance(m, nn.Linear)] for block in model.blocks]

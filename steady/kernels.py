@@ -1,10 +1,12 @@
-"""Triton, and whether its kernels can be run.
+"""Triton, and whether its kernels can be run; functions compiled where that works.
 
 Before its first kernel Triton compiles a launcher in C. Where that fails, for want of a compiler
 perhaps (many containers have none), plain torch computes the same, in more time and memory.
 """
 
 import functools
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -39,6 +41,22 @@ def _small_kernel_works() -> bool:
         return x.item() == 1.0
     except Exception:  # whatever a compiler may come to
         return False
+
+
+def compiled_if_possible(function: Callable, dynamic: bool = True) -> Callable:
+    """`function`, compiled for all shapes at once (`dynamic`) or each; as it is where that fails,
+    which is no reason to end a run. (Compiling fails before anything is computed.)"""
+    compiled = torch.compile(function, dynamic=dynamic)
+
+    def call(*arguments: Any) -> Any:
+        nonlocal compiled
+        try:
+            return compiled(*arguments)
+        except torch._dynamo.exc.TorchDynamoException:
+            compiled = function
+            return function(*arguments)
+
+    return call
 
 
 if triton is not None:

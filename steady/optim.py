@@ -1,7 +1,7 @@
 """AdamW and Muon, the gradients they read, clipping, and the learning-rate schedules."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from steady import muon
@@ -13,6 +13,7 @@ from steady.distributed import (
     shard_like,
     total_norm,
 )
+from steady.kernels import compiled_if_possible
 
 import torch
 from torch import Tensor, nn
@@ -95,22 +96,6 @@ class Muon(AdamW):
             change = self.scale_rows(update, mean_square, usable, lr)
             torch._foreach_mul_(weights, 1.0 - usable * decay)
             torch._foreach_sub_(weights, change.unbind())
-
-
-def compiled_if_possible(function: Callable, dynamic: bool = True) -> Callable:
-    """`function`, compiled for all shapes at once (`dynamic`) or each; as it is where that fails,
-    which is no reason to end a run. (Compiling fails before anything is computed.)"""
-    compiled = torch.compile(function, dynamic=dynamic)
-
-    def call(*arguments: Any) -> Any:
-        nonlocal compiled
-        try:
-            return compiled(*arguments)
-        except torch._dynamo.exc.TorchDynamoException:
-            compiled = function
-            return function(*arguments)
-
-    return call
 
 
 def stackable(parameters: list[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
