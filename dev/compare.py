@@ -17,7 +17,7 @@ from types import ModuleType
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from steady import hardware
-from steady.optim import build_optimizer, clip_in_step
+from steady.optim import build_optimizer, clip_in_step, set_schedule
 
 import torch
 
@@ -75,11 +75,14 @@ for name in names:
     recompute.use_activation_checkpointing(model, config["activation_checkpointing"])
     if first is None:
         first = model
-        optimizer = build_optimizer(first, config | {"learning_rate": 0.0})
+        still = config | {"learning_rate": 0.0}
+        optimizer = build_optimizer(first, still, config["compile"], dtype)
+        set_schedule(optimizer, 0, still)  # Muon's momentum
     # its very parameters, not copies: the optimizer has them
     model.load_state_dict(first.state_dict(keep_vars=True), assign=True)
     if config["compile"]:
-        model = torch.compile(model, mode=config["compile_mode"], dynamic=False)
+        # not the module: torch finds modules of the same names in globals that all would share
+        model.forward = torch.compile(model.forward, mode=config["compile_mode"], dynamic=False)
     step(model)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()

@@ -63,7 +63,8 @@ def test_compare_finds_a_slower_model(fork, tmp_path):
     slow = fast.replace("T = tokens.shape[1]", "__import__('time').sleep(0.5); T = tokens.shape[1]")
     assert slow != fast
     (tmp_path / "model.py").write_text(slow, encoding="utf-8")
-    arguments = ["--vocab_size=64", f"--folders=.,{tmp_path}", "--rounds=4", "--steps=2"]
+    arguments = ["--vocab_size=64", f"--folders=.,{tmp_path}", "--rounds=4", "--steps=2",
+                 "--optimizer=muon"]  # fmt: skip
     process = fork("dev/compare.py", *TINY, *arguments)
     shown = process.stdout.read()
     assert process.wait() == 0, shown
