@@ -5,7 +5,9 @@
 
 Clocks, power and neighbours change a GPU's speed by more than most changes to the code do. So the
 checkouts' models (model.py and what it imports) share weights and optimizer in one process and take
-turns, and what is printed is the mean of their differences, with its standard error.
+turns, and what is printed is the mean of their differences, with its standard error. Where a
+checkout has functions that the first lacks, it takes --compile=False: torch's compiler looks for
+them there.
 """
 
 import importlib
@@ -81,8 +83,7 @@ for name in names:
     # its very parameters, not copies: the optimizer has them
     model.load_state_dict(first.state_dict(keep_vars=True), assign=True)
     if config["compile"]:
-        # not the module: torch finds modules of the same names in globals that all would share
-        model.forward = torch.compile(model.forward, mode=config["compile_mode"], dynamic=False)
+        model = torch.compile(model, mode=config["compile_mode"], dynamic=False)
     step(model)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
