@@ -54,7 +54,7 @@ with tempfile.TemporaryDirectory() as folder:
     command += [argument for argument in sys.argv[1:] if argument.partition("=")[0] not in own]
     command += [f"--dataset={folder}", f"--out_dir={folder}", "--init_from=scratch"]
     command += ["--eval_interval=0", "--eval_only=False", "--log_interval=1", "--wandb_log=False"]
-    command += [f"--max_iters={10**9}"]
+    command += [f"--max_iters={1000 * (warmup_steps + steps)}"]  # it ends even if this is killed
     metrics, output = Path(folder, "metrics.jsonl"), Path(folder, "output.txt")
     began = time.perf_counter()
     with socket.socket() as found:  # a free port for the processes to meet at
