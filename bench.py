@@ -35,8 +35,9 @@ HERE = Path(__file__).parent
 config = configure(globals(), base=HERE / "train.py")
 
 for ending in ("SIGTERM", "SIGHUP"):  # as Ctrl-C: train.py must not be left behind
-    if hasattr(signal, ending):
-        signal.signal(getattr(signal, ending), signal.default_int_handler)
+    signum = getattr(signal, ending, None)  # Windows has no SIGHUP
+    if signum and signal.getsignal(signum) != signal.SIG_IGN:  # as nohup has it
+        signal.signal(signum, signal.default_int_handler)
 
 with tempfile.TemporaryDirectory() as folder:
     data_dir = HERE / "data" / config["dataset"]

@@ -37,14 +37,23 @@ def test_bench_passes_on_what_train_says_when_it_fails(fork):
     assert shown.endswith("\nerror: train.py ended after 0 of 16 steps, see above\n")
 
 
+UNDER_NOHUP = """
+import signal, tempfile
+tempfile.tempdir = None  # TMPDIR is another now
+signal.signal(signal.SIGHUP, signal.SIG_IGN)
+"""
+
+
 def test_a_bench_that_is_ended_leaves_nothing_behind(fork, tmp_path):
     process = fork("bench.py", *TINY, "--vocab_size=64", "--steps=1000000", TMPDIR=str(tmp_path),
-                   code="import tempfile; tempfile.tempdir = None")  # fmt: skip
+                   code=UNDER_NOHUP)  # fmt: skip
     end = time.monotonic() + 60
     while not list(tmp_path.glob("*/metrics.jsonl")):
         assert time.monotonic() < end, "waited in vain"
         time.sleep(0.05)
     (child,) = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    process.send_signal(signal.SIGHUP)
+    assert process.wait(1) is None
     process.send_signal(signal.SIGTERM)
     assert process.wait(30)  # not 0, and not None
     # (torch makes a folder for its cache there)
