@@ -300,7 +300,7 @@ while True:
     if log_due:  # copied now, so that reading waits for backward, but not for the optimizer
         distributed.all_reduce_sum(loss)
         read_numbers = hardware.read_later(loss, grad_norm, optimizer.skipped)
-    rescue.whole = False  # an error before iter_num is raised saves nothing: they would not match
+    rescue.whole = False  # weights and iteration do not match until iter_num is raised below
     scaler.step(optimizer)
     scaler.update()
     gradients.clear()
