@@ -151,6 +151,7 @@ META_VALUES = {  # what meta.json may say: in words, and as a check
     "vocab_size": ("an integer from 1 to 2**32", lambda v: type(v) is int and 0 < v <= 2**32),
     "dtype": ("uint16 or uint32", lambda v: v in ("uint16", "uint32")),
     "unigram_entropy": ("a number", lambda v: type(v) in (int, float) and 0 <= v < 100),
+    "tokens": ("an object with the counts of train and val", lambda v: isinstance(v, dict)),
 }  # fmt: skip
 NEEDED_KEY = {"char": "alphabet", "hf": "json"}  # by tokenizer
 

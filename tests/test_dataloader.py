@@ -245,6 +245,7 @@ BROKEN_META = [
     ('{"end_of_text": "x"}', '"end_of_text" must be a token id or null'),
     ('{"unigram_entropy": "x"}', '"unigram_entropy" must be a number'),
     ('{"unigram_entropy": NaN}', '"unigram_entropy" must be a number, but is nan'),
+    ('{"tokens": 5}', '"tokens" must be an object with the counts of train and val, but is 5'),
 ]  # fmt: skip
 
 
