@@ -223,7 +223,14 @@ def cast_and_transpose(x: Tensor, scale: Tensor, dtype: torch.dtype) -> tuple[Te
     if not runs_kernels(x):
         x8 = cast(x, scale, dtype)
         return x8, x8.T.contiguous()
-    return _cast_and_transpose(x.contiguous(), scale, dtype)
+    rows, columns = x.shape
+    x8 = x.new_empty((rows, columns), dtype=dtype)
+    x8_t = x.new_empty((columns, rows), dtype=dtype)
+    tiles = triton.cdiv(rows, TILE), triton.cdiv(columns, TILE)
+    _cast_and_transpose_kernel[tiles](
+        x.contiguous(), scale, x8, x8_t, rows, columns, TILE=TILE, num_warps=4
+    )
+    return x8, x8_t
 
 
 def swiglu_backward(
@@ -235,8 +242,17 @@ def swiglu_backward(
     scales that the two gradients need.
     """
     if runs_kernels(gate):
-        *found, largest = _swiglu_backward(gate, up, grad, hidden_scale)
-        return *found, *(scale_for(of_tiles.amax(), E5M2) for of_tiles in largest)
+        rows, columns = gate.shape
+        grad_gate, grad_up = torch.empty_like(gate), torch.empty_like(up)
+        hidden8_t = gate.new_empty((columns, rows), dtype=E4M3)
+        tiles = triton.cdiv(rows, TILE), triton.cdiv(columns, TILE)
+        largest = gate.new_empty((2, tiles[0] * tiles[1]), dtype=torch.float32)
+        _swiglu_backward_kernel[tiles](
+            gate, up, grad, hidden_scale, grad_gate, grad_up, hidden8_t, largest, rows, columns,
+            TILE=TILE, num_warps=8,
+        )  # fmt: skip
+        scales = (scale_for(of_tiles.amax(), E5M2) for of_tiles in largest)
+        return grad_gate, grad_up, hidden8_t, *scales
     gate, up, grad = gate.float(), up.float(), grad.float()
     sigmoid = gate.sigmoid()
     silu = gate * sigmoid
@@ -250,33 +266,6 @@ TILE = 64  # rows and columns that one program of a kernel treats
 
 if triton is not None:
     # Compiled by torch, these two would read or write column by column, at half the speed.
-
-    @torch.library.triton_op("steady::cast_and_transpose", mutates_args={})
-    def _cast_and_transpose(x: Tensor, scale: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        rows, columns = x.shape
-        x8 = torch.empty((rows, columns), dtype=dtype, device=x.device)
-        x8_t = torch.empty((columns, rows), dtype=dtype, device=x.device)
-        tiles = triton.cdiv(rows, TILE), triton.cdiv(columns, TILE)
-        torch.library.wrap_triton(_cast_and_transpose_kernel)[tiles](
-            x, scale, x8, x8_t, rows, columns, TILE=TILE, num_warps=4
-        )
-        return x8, x8_t
-
-    @torch.library.triton_op("steady::swiglu_backward", mutates_args={})
-    def _swiglu_backward(
-        gate: Tensor, up: Tensor, grad: Tensor, hidden_scale: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """As swiglu_backward, but in place of the scales the maxima of all tiles (2, tiles)."""
-        rows, columns = gate.shape
-        grad_gate, grad_up = torch.empty_like(gate), torch.empty_like(up)
-        hidden8_t = torch.empty((columns, rows), dtype=E4M3, device=gate.device)
-        tiles = triton.cdiv(rows, TILE), triton.cdiv(columns, TILE)
-        largest = torch.empty((2, tiles[0] * tiles[1]), device=gate.device)
-        torch.library.wrap_triton(_swiglu_backward_kernel)[tiles](
-            gate, up, grad, hidden_scale, grad_gate, grad_up, hidden8_t, largest, rows, columns,
-            TILE=TILE, num_warps=8,
-        )  # fmt: skip
-        return grad_gate, grad_up, hidden8_t, largest
 
     @triton.jit
     def _cast_and_transpose_kernel(x, scale, x8, x8_t, rows, columns, TILE: tl.constexpr):

@@ -949,6 +949,13 @@ def test_fp8_swiglus_backward_is_that_of_plain_torch(monkeypatch):
 # ---- the rest of a run ------------------------------------------------------------------------
 
 
+def test_f53_what_does_not_compile_does_not_import_the_compiler():
+    """It takes three seconds; sample.py and `--help` need none. (torch.library.triton_op does.)"""
+    code = "import sys, model, convert; print([m for m in sys.modules if m == 'torch._inductor'])"
+    found = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert found.stdout == "[]\n", found.stderr
+
+
 def test_f03_samples_do_not_disturb_the_loss_curve_under_cuda_graphs(data, tmp_path):
     arguments = ["--compile_mode=reduce-overhead", "--dropout=0.1", "--max_iters=20"]
     with ThreadPoolExecutor(2) as pool:
