@@ -5,7 +5,7 @@
     python train.py config/train_gpt2_muon.py --max_iters=2000
 
 On 53M tokens of English manuals its 740 iterations come to a validation loss of 2.18; a plain GPT-2
-with AdamW takes 127 s to 2.22. The rate is the best of 3e-3, 4e-3 and 6e-3, the batch of 8, 16 and
+with AdamW takes 129 s to 2.22. The rate is the best of 3e-3, 4e-3 and 6e-3, the batch of 8, 16 and
 32 sequences. docs/choosing.md says what each part is worth. Longer runs were not measured; for
 billions of tokens train_openwebtext.py has a larger batch.
 """

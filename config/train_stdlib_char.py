@@ -27,7 +27,7 @@ qk_norm = True
 
 optimizer = "muon"
 learning_rate = 6e-3
-max_iters = 1700
+max_iters = 1800
 min_lr = 0.0
 lr_schedule = "wsd"
 decay_fraction = 0.4
