@@ -21,6 +21,7 @@ import lzma
 import os
 import queue
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
@@ -118,17 +119,19 @@ def run(job: dict[str, Any], command: list[str], seed: str, folder: Path) -> Non
     gpu = free_gpus.get()
     try:
         with tempfile.TemporaryDirectory() as out_dir:
-            done = subprocess.run(
+            process = subprocess.Popen(
                 [*command, f"--dataset={folder}", f"--out_dir={out_dir}", f"--seed={seed}"],
                 env=os.environ | ({"CUDA_VISIBLE_DEVICES": gpu} if gpus > 1 else {}),
                 stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
                 encoding="utf-8", errors="replace",
             )  # fmt: skip
+            running.append(process)
+            shown = process.communicate()[0]
             entries = read_metrics(Path(out_dir) / "metrics.jsonl")
     finally:
         free_gpus.put(gpu)
-    if done.returncode:
-        failures.append("\n".join([job["recipe"], *done.stdout.splitlines()[-20:]]))
+    if process.returncode:
+        failures.append("\n".join([job["recipe"], *shown.splitlines()[-20:]]))
         print(f"{job['recipe']}, seed {seed}: failed", flush=True)
         return
     seconds, tokens = training_clock(entries)
@@ -146,8 +149,8 @@ def run(job: dict[str, Any], command: list[str], seed: str, folder: Path) -> Non
     with writing, open(out, "a", encoding="utf-8") as file:
         file.write(json.dumps(line) + "\n")
     last = curve[-1]
-    shown = f"{last['val_loss']:.4f} in {last['seconds']:.1f} s of steps"
-    print(f"{job['recipe']}, seed {seed}: {shown}", flush=True)
+    came_to = f"{last['val_loss']:.4f} in {last['seconds']:.1f} s of steps"
+    print(f"{job['recipe']}, seed {seed}: {came_to}", flush=True)
 
 
 def time_to(loss: float, curve: list[dict[str, Any]]) -> float | None:
@@ -195,6 +198,8 @@ jobs = [baseline_job(recipe.strip()) for recipe in baseline.split(",") if recipe
 jobs += [our_job(recipe.strip()) for recipe in ours.split(";") if recipe.strip()]
 commands = [command_of(job) for job in jobs]  # all of them first: a wrong flag costs no time so
 failures: list[str] = []
+running: list[subprocess.Popen[str]] = []
+signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C
 writing, free_gpus = threading.Lock(), queue.Queue()
 for i in range(gpus):
     free_gpus.put(str(i))
@@ -216,8 +221,10 @@ with tempfile.TemporaryDirectory() as temporary:
         try:
             for result in results:
                 result.result()
-        except BaseException:  # Ctrl-C, perhaps: what waits for its turn must not start now
-            pool.shutdown(cancel_futures=True)
+        except BaseException:  # Ctrl-C, perhaps: what waits for its turn must not start now,
+            pool.shutdown(wait=False, cancel_futures=True)
+            for process in running:  # and what runs must not go on
+                process.kill()
             raise
 
 groups: dict[tuple[str, str, str], list[dict[str, Any]]] = {}

@@ -109,6 +109,24 @@ def test_time_to_loss_compares_ours_with_the_plain_baseline(fork, sums, tmp_path
     assert 0 < reached < curves["ours"][-1]["seconds"]
 
 
+def test_a_comparison_that_is_ended_leaves_nothing_behind(fork, sums, tmp_path):
+    process = fork(
+        "dev/time_to_loss.py", f"--data={sums}", "--size=tiny", "--block_size=16",
+        "--micro_batch=4", "--eval_windows=8", "--device=cpu", "--compile=False",
+        f"--out={tmp_path}/runs.jsonl", "--ours=--max_iters=1000000; --max_iters=1000001",
+        TMPDIR=str(tmp_path), code="import tempfile; tempfile.tempdir = None",
+    )  # fmt: skip
+    end = time.monotonic() + 60
+    while not (begun := list(tmp_path.glob("tmp*/metrics.jsonl"))):
+        assert time.monotonic() < end, "waited in vain"
+        time.sleep(0.05)
+    tasks = Path(f"/proc/{process.pid}/task").glob("*/children")
+    (child,) = " ".join(task.read_text() for task in tasks).split()
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(30)  # not 0, and not None
+    assert not Path(f"/proc/{child}").exists() and not begun[0].exists()
+
+
 def test_time_to_loss_refuses_wrong_flags_before_any_run(run):
     with pytest.raises(ValueError, match="unknown setting '--muon_rl=1'"):
         run("dev/time_to_loss.py", "--ours=--muon_rl=1")
