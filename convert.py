@@ -99,7 +99,7 @@ def translated(theirs: dict[str, Any]) -> dict[str, Any]:
     }  # fmt: skip
     found = [name for name, present in unsupported.items() if present]
     if found:
-        raise ValueError(f"needs what is not supported: {', '.join(found)}")
+        raise ValueError(f"needs what is not supported: {', '.join(found)}; use another model")
     theta = rope.get("rope_theta", theirs.get("rope_theta", 10000.0))
     return {
         "block_size": theirs.get("max_position_embeddings", 2048),
@@ -123,8 +123,8 @@ def read_pretrained(source: str) -> Pretrained:
 
     Raises ValueError for anything that would make its numbers differ from the original's.
     """
+    model_config = read_model_config(find_folder(source, ["*.json"]))  # before much is downloaded
     folder = find_folder(source, ["*.json", "model*.safetensors"])
-    model_config = read_model_config(folder)
     try:
         from safetensors.torch import load_file
     except ImportError:

@@ -150,7 +150,8 @@ class Attention(nn.Module):
         dropout = self.dropout if self.training else 0.0
         if self.cudnn:
             # By name, since compiled code from torch's cache ignores the context manager
-            # sdpa_kernel. After v: attn_bias, compute_log_sumexp, dropout_p, is_causal.
+            # sdpa_kernel. It groups heads by itself. After v: attn_bias, compute_log_sumexp,
+            # dropout_p, is_causal.
             attention = torch.ops.aten._scaled_dot_product_cudnn_attention
             return attention(q, k, v, None, True, dropout, True)[0]
         if q.device.type == "cpu" and q.dtype == torch.bfloat16 and q.shape[2] <= 512:

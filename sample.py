@@ -3,7 +3,8 @@
     python sample.py --out_dir=out-stdlib-char --start="def " --num_samples=3
     python sample.py config/train_shakespeare_char.py
 
-A config file of a training run says where its checkpoint is; the rest of it has no effect.
+A config file of a training run says where its checkpoint is; of the rest only `seed`, `device` and
+`dtype` count here.
 """
 
 import sys

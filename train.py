@@ -65,8 +65,8 @@ optimizer = "adamw"  # adamw, or muon for the blocks' matrices: learns faster
 learning_rate = 6e-4  # peak learning rate
 max_iters = 600000  # iterations to train for
 weight_decay = 1e-1  # of matrices and embeddings
-beta1 = 0.9  # AdamW: decay of the gradient's running mean
-beta2 = 0.95  # AdamW: decay of its square's running mean
+beta1 = 0.9  # AdamW (also beside Muon): decay of the gradient's running mean
+beta2 = 0.95  # AdamW (also beside Muon): decay of its square's running mean
 grad_clip = 1.0  # largest gradient norm; 0.0: no clipping
 # learning-rate schedule
 lr_schedule = "cosine"  # cosine, or wsd: warm-up, stable, decay
@@ -89,7 +89,7 @@ memory_snapshot = False  # write out_dir/memory.pickle, the GPU memory's history
 
 config = configure(globals())
 auto_batch = batch_size == "auto"
-if auto_batch:  # changes only how the global batch is split: that of config file and defaults
+if auto_batch:  # only how the batch is split; config file and defaults say how large it is
     batch_size = config["batch_size"] = without_auto(__file__, "batch_size")
 
 # -----------------------------------------------------------------------------
@@ -121,16 +121,16 @@ elif init_from == "resume":
 else:
     start = convert.start_from(init_from, data, block_size, dropout)
 model_config = GPTConfig(**start.model_config)
-config |= {key: value for key, value in start.model_config.items() if key in config}  # chosen sizes
+config |= {key: size for key, size in start.model_config.items() if key in config}  # chosen for 0
 train_file, val_file = data.open(block_size, model_config.vocab_size)
 tokenizer = from_meta(data.tokenizer) if sample_interval else None
 
-# the global batch and an evaluation: fixed from here on, however micro-batches are split
+# the global batch, fixed however it is split; evaluations may be rounded up to whole micro-batches
 sequences_per_iter = batch_size * gradient_accumulation_steps
 sequences_per_process = sequences_per_iter // here.world_size
 eval_sequences = eval_iters * batch_size
 step_shape = memory.StepShape(model_config, sequences_per_process, dtype, plan, here,
-                              muon=optimizer == "muon", fp8=fp8, eval_only=eval_only)  # fmt: skip
+                              config["optimizer"] == "muon", fp8, eval_only)  # fmt: skip
 require_float8(step_shape, device)
 memory.require_room(step_shape, device, auto_batch)
 hardware.prepare(device, dtype, model_config.n_embd, block_size)
@@ -202,7 +202,7 @@ def try_step(size: int, checkpointing: str) -> torch.nn.Module:
         for _ in range(0 if eval_only else runs):
             micro_step(model, tokens, targets)
         if here.sums_gradients:
-            gradients.flatten()
+            gradients.flatten()  # this copy must fit too
         if eval_interval or eval_only:
             with torch.no_grad(), autocast:
                 model.eval()(tokens, targets)
@@ -240,7 +240,7 @@ stop_request = StopRequest(here.world_size == 1, announce=here.master, saves=not
 # the same data, the same loss curve
 wanted = memory.Split(batch_size, activation_checkpointing)
 fit = memory.fit(try_step, step_shape, wanted, device, auto_batch)
-model, batch_size = fit.model, fit.split.batch_size  # which micro_step and evaluate use
+model, batch_size = fit.model, fit.split.batch_size  # both used by evaluate
 gradient_accumulation_steps = sequences_per_iter // batch_size
 log.line(fit.report(sequences_per_iter))
 loader = DataLoader(train_file, batch_size, gradient_accumulation_steps, seed, device, here,
@@ -255,7 +255,7 @@ log.start_clock(iter_num, sequences_per_iter * block_size, raw_model.flops_per_t
 micro_batches = loader.micro_batches(iter_num)
 tokens, targets = next(micro_batches)
 loss = torch.zeros((), device=device)  # our own tensor: a CUDA graph's output would be overwritten
-stopping, saved_iter = distributed.any_process(stop_request.received), None  # while compiling
+stopping, saved_iter = distributed.any_process(stop_request.received), None  # perhaps already
 rescue = Rescue(ckpt_path, training_state, step_shape, fit.split, log.line)  # saves at an error
 while True:
     # ---- learning rate ------------------------------------------------------

@@ -5,8 +5,9 @@
     python train.py config/finetune_shakespeare.py
     python sample.py --out_dir=out-finetune-shakespeare --start="ROMEO:"
 
-Any model of the Llama family works: --init_from=FOLDER_OR_HUB_ID, with a data set made with its
-tokenizer. It overfits soon; best.pt has the weights of the lowest validation loss.
+Others of the Llama family work too (docs/pretrained.md): --init_from=FOLDER_OR_HUB_ID, with a data
+set made with the model's tokenizer. It overfits soon; best.pt has the weights of the lowest
+validation loss.
 """
 
 out_dir = "out-finetune-shakespeare"

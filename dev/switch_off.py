@@ -3,10 +3,10 @@
     python dev/switch_off.py --rows=F19,F22
     python dev/switch_off.py --gpu --jobs=8
 
-dev/switch_off.txt lists the fixes, by the numbers of the README's table of failures. One after the
-other is switched off in a copy of this checkout, and its tests run there: one of them must fail.
-Prints a Markdown table and, at the end, in how many cases that was so; the exit status is 1 if it
-was not so in all of them.
+dev/switch_off.txt lists the fixes, by the numbers of docs/failures.md. One after the other is
+switched off in a copy of this checkout, and its tests run there: one of them must fail. Prints a
+Markdown table and, at the end, in how many cases that was so; the exit status is 1 if it was not so
+in all of them.
 """
 
 import ast

@@ -66,7 +66,10 @@ def choose_device(name: str = "auto", local_rank: int | None = None) -> torch.de
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
         reason = str(error).splitlines()[0].split(". ")[0]
-        raise ValueError(f"device {name!r} is not usable here: {reason}") from None
+        raise ValueError(
+            f"device {name!r} is not usable here: {reason}; python -m steady.environment says "
+            "more, and --device=auto takes what there is"
+        ) from None
     if device.type == "cuda" and device.index is not None:
         torch.cuda.set_device(device)  # the calls that name no device mean this one
     return device

@@ -261,7 +261,8 @@ def write_in_shards(
     needed, free = size * share + size, shutil.disk_usage(folder).free
     if needed > free:
         raise ValueError(
-            f"{folder} needs about {needed / 2**30:.1f} GiB, but {free / 2**30:.1f} are free"
+            f"{folder} needs about {needed / 2**30:.1f} GiB, but {free / 2**30:.1f} are free: make "
+            "room, or use --out=FOLDER on another disk"
         )
     used = len(jobs)
     if max_tokens:

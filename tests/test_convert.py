@@ -104,12 +104,17 @@ def test_older_config_files_are_understood(tmp_path):
         ({"quantization_config": {}}, "quantization_config"),
     ],
 )  # fmt: skip
-def test_what_is_not_supported_is_refused_by_name(tmp_path, change, named):
+def test_what_is_not_supported_is_refused_by_name_before_weights_are_downloaded(
+    tmp_path, monkeypatch, change, named
+):
+    asked = []
+    monkeypatch.setattr(convert, "find_folder", lambda _, files: asked.extend(files) or tmp_path)
     theirs().save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | change))
-    with pytest.raises(ValueError, match=f"not supported: {named}$"):
-        convert.read_pretrained(str(tmp_path))
+    with pytest.raises(ValueError, match=f"not supported: {named};"):
+        convert.read_pretrained("an/id")
+    assert asked == ["*.json"]
 
 
 @pytest.mark.parametrize(
