@@ -70,7 +70,9 @@ printed, ids = start, []
 
 def text_of(ids: list[int]) -> str:
     """The prompt and the new tokens `ids`, up to the end of the text."""
-    return start + tokenizer.decode(ids[: ids.index(end)] if end in ids else ids)
+    ids = ids[: ids.index(end)] if end in ids else ids
+    # together, since some tokenizers drop a space where a text begins
+    return start + tokenizer.decode(prompt + ids)[len(tokenizer.decode(prompt)) :]
 
 
 def stream(new: torch.Tensor) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 import pickle
+import reprlib
 import shlex
 import tempfile
 import zipfile
@@ -298,7 +299,8 @@ def check_same_model(saved: dict[str, Any], current: dict[str, Any], path: Path)
     """Raises ValueError that names all in which two models differ, but for dropout."""
     differing = [key for key in current if key != "dropout" and saved.get(key) != current[key]]
     if differing:
-        listed = ", ".join(f"{key} (checkpoint {saved.get(key)}, now {current[key]})"
+        shown = reprlib.repr  # a tokenizer may be megabytes
+        listed = ", ".join(f"{key} (checkpoint {shown(saved.get(key))}, now {shown(current[key])})"
                            for key in differing)  # fmt: skip
         raise ValueError(
             f"cannot resume {path}: the model differs in {listed}; use the checkpoint's values, "

@@ -10,6 +10,7 @@ how often a run was resumed.
 import contextlib
 import json
 import math
+import shlex
 import threading
 import zlib
 from collections.abc import Iterator
@@ -40,7 +41,8 @@ def read_meta(folder: Path) -> dict[str, Any]:
         prepare = folder / "prepare.py"
         raise ValueError(
             f"no data set at {folder} (train.bin is missing): "
-            + (f"run python {prepare}" if prepare.exists() else "see data/ for the ones there are, "
+            + (f"run python {shlex.quote(str(prepare))}" if prepare.exists() else
+               "see data/ for the ones there are, "
                "write a path elsewhere in full, or make one of your own text with "
                "python data/text/prepare.py --input=FILE")
         )  # fmt: skip

@@ -1,4 +1,5 @@
-"""The folder of a run: one run at a time writes to it, and files appear there only when whole."""
+"""The folder of a run, or of a data set that is prepared: one process at a time writes to it, and
+files appear there only when whole."""
 
 import contextlib
 import errno
@@ -43,7 +44,7 @@ def claim(out_dir: Path) -> None:
             pass
         lock = os.open(out_dir / ".lock", os.O_RDWR | os.O_CREAT, 0o666)
     except OSError as error:
-        raise ValueError(f"cannot write to out_dir={out_dir}: {error.strerror}") from None
+        raise ValueError(f"cannot write to {out_dir}: {error.strerror}") from None
     try:
         if fcntl is None:
             raise OSError(errno.ENOLCK, "this system has no locks")
@@ -52,8 +53,8 @@ def claim(out_dir: Path) -> None:
         if error.errno in (errno.EACCES, errno.EAGAIN):
             holder = os.read(lock, 200).decode("utf-8", "replace") or "unknown"
             raise ValueError(
-                f"another run is writing to out_dir={out_dir} ({holder}): stop it first, or use "
-                "another --out_dir"
+                f"another process is writing to {out_dir} ({holder}): stop it first, or use "
+                "another folder"
             ) from None
         print(f"note: {out_dir} cannot be locked ({error.strerror}): let no other run write there")
         return

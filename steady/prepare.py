@@ -5,8 +5,9 @@ names the tokenizer (with its alphabet), the vocabulary size, the dtype and the 
 appear under their final names only when they are complete.
 
 Data sets from the Hugging Face hub, and files of one's own, are tokenized in shards. Every shard
-becomes a pair of files under `shards/`; an interrupted run goes on with those that are missing.
-Which documents are held out depends on their position only, not on processes or restarts.
+becomes a pair of files under `.shards/`, which is locked; an interrupted run goes on with those
+that are missing. Which documents are held out depends on their position only, not on processes or
+restarts.
 """
 
 import contextlib
@@ -16,12 +17,12 @@ import os
 import shutil
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import BrokenExecutor, ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from steady import textfiles
-from steady.folder import whole_file
+from steady.folder import claim, whole_file
 from steady.shuffle import scramble
 from steady.tokenizer import CharTokenizer, Tokenizer, code_points, named
 
@@ -32,6 +33,7 @@ from configurator import configure
 SPLITS = ("train", "val")
 BUFFER_TOKENS = 2**20  # tokens held before they are written
 DOCUMENTS_PER_SHARD = 50_000
+SHARDS = ".shards"  # folder of the finished parts, removed at the end: no name a user would choose
 
 # what the prepare.py of every data set from the hub accepts, besides what it defines itself
 
@@ -111,7 +113,10 @@ def complete(folder: Path, tokenizer: Tokenizer) -> dict[str, int]:
     for split in SPLITS:
         counts[split] = (folder / f"{split}.bin.tmp").stat().st_size // dtype.itemsize
         if counts[split] <= (tokenizer.end_of_text is not None):  # one text, and nothing in it
-            raise ValueError(f"the {split} split of {folder} would be empty: more text is needed")
+            raise ValueError(
+                f"the {split} split of {folder} would be empty: use more text, or another "
+                "--val_fraction"
+            )
     seen = np.zeros(tokenizer.vocab_size, dtype=np.int64)
     with open(folder / "val.bin.tmp", "rb") as file:
         while len(ids := np.fromfile(file, dtype=dtype, count=BUFFER_TOKENS)):
@@ -178,7 +183,7 @@ def prepare_from_hub(
         "shards": n_shards, "documents": None if streaming else len(dataset),
     }  # fmt: skip
     size = dataset.info.dataset_size or (0 if streaming else dataset.data.nbytes)
-    jobs = [(dataset, n_shards, i, folder / "shards", tokenizer, val_fraction)
+    jobs = [(dataset, n_shards, i, folder / SHARDS, tokenizer, val_fraction)
             for i in range(n_shards)]  # fmt: skip
     # a token takes two bytes and stands for about four of text
     write_in_shards(folder, tokenizer, source, write_shard, jobs, size // 2, num_proc, max_tokens)
@@ -214,8 +219,9 @@ def prepare_from_files(
     source = {
         "files": [[str(p), p.stat().st_size, p.stat().st_mtime_ns] for p in paths],
         "column": column, "val_fraction": val_fraction, "shards": len(groups),
+        "skip_bad_rows": skip_bad_rows,
     }  # fmt: skip
-    jobs = [(parts, i, folder / "shards", chosen, column, val_fraction, skip_bad_rows)
+    jobs = [(parts, i, folder / SHARDS, chosen, column, val_fraction, skip_bad_rows)
             for i, parts in enumerate(groups)]  # fmt: skip
     size = sum(part.size for parts in groups for part in parts)
     size = size * 2 if tokenizer in ("char", "byte") else size // 2
@@ -239,8 +245,8 @@ def write_in_shards(
         size: bytes that the tokens will take, about.
         max_tokens: end with the shard that completes so many in the training set; 0: all shards.
     """
-    shards, width = folder / "shards", token_dtype(tokenizer).itemsize
-    shards.mkdir(parents=True, exist_ok=True)
+    shards, width = folder / SHARDS, token_dtype(tokenizer).itemsize
+    claim(shards)
     paths = [shard_path(shards, i, "train") for i in range(len(jobs))]
     missing = [i for i, path in enumerate(paths) if not path.exists()]
     note, source = shards / "source.json", source | {"tokenizer": tokenizer.meta()}
@@ -314,6 +320,11 @@ def run_jobs(write: Callable, jobs: list[tuple], num_proc: int, description: str
         except ValueError as error:  # raised again here, it is printed without a trace
             pool.shutdown(cancel_futures=True)
             raise ValueError(str(error)) from None
+        except BrokenExecutor:
+            raise ValueError(
+                "a process that tokenizes was killed, for want of memory perhaps: the same command "
+                "goes on from what is done; use a smaller --num_proc"
+            ) from None
 
 
 def progress(work: Any, total: int, description: str) -> Any:
@@ -354,18 +365,30 @@ def shard_path(shards: Path, i: int, split: str) -> Path:
     return shards / f"{i:05d}.{split}.bin"
 
 
+def note_skipped(train: Path, rows: list[str]) -> None:
+    """Write what was left out of a shard beside it, to be shown at the end."""
+    if rows:
+        lines = "".join(f"{row}\n" for row in rows)
+        train.with_suffix(".skipped").write_text(lines, encoding="utf-8")
+
+
 def write_shard(job: tuple) -> None:
     """Tokenize one shard into a file per split; the train file comes last."""
     dataset, n_shards, i, shards, tokenizer, val_fraction = job
     part = dataset.shard(num_shards=n_shards, index=i).select_columns("text")
     in_val: list[str] = []  # few enough to be held
+    skipped: list[str] = []
 
     def train_documents() -> Iterator[str]:
         position = i << 32
         for batch in part.iter(1000):
             hashes = scramble(np.arange(position, position + len(batch["text"])), key=0)
-            for text, held_out in zip(batch["text"], hashes < limit, strict=True):
-                if held_out:
+            for j, (text, held_out) in enumerate(zip(batch["text"], hashes < limit, strict=True)):
+                _, problem = textfiles.check_text(text, "text")
+                if problem is not None:
+                    row = position - (i << 32) + j + 1
+                    skipped.append(f"document {row} of part {i + 1} of {n_shards}: {problem}")
+                elif held_out:
                     in_val.append(text)
                 else:
                     yield text
@@ -375,6 +398,7 @@ def write_shard(job: tuple) -> None:
     train, val = (shard_path(shards, i, split) for split in SPLITS)
     write_tokens(train.with_suffix(".tmp"), tokenizer, train_documents())
     write_tokens(val.with_suffix(".tmp"), tokenizer, in_val)
+    note_skipped(train, skipped)
     os.replace(val.with_suffix(".tmp"), val)
     os.replace(train.with_suffix(".tmp"), train)
 
@@ -393,8 +417,6 @@ def write_text_shard(job: tuple) -> None:
             where = skipped if skip_bad_rows else None
             for split, text, ends in textfiles.documents(part, column, val_fraction, where):
                 writers[split].add(text, ends)
-    if skipped:
-        lines = "".join(f"{row}\n" for row in skipped)
-        (shards / f"{i:05d}.skipped").write_text(lines, encoding="utf-8")
+    note_skipped(train, skipped)
     os.replace(val.with_suffix(".tmp"), val)
     os.replace(train.with_suffix(".tmp"), train)

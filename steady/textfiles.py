@@ -2,17 +2,20 @@
 
 A file is read in parts, so that memory stays constant whatever its size, and so that an interrupted
 preparation goes on with the parts that are missing. Which rows are held out depends on their number
-in the file only. What ends in .gz is unpacked as it is read; such a file is one part.
+in the file and on the file's among all. What ends in .gz is unpacked as it is read; such a file is
+one part.
 """
 
 import gzip
 import json
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, NamedTuple
 
 PART_BYTES = 2**26  # of input; a part takes seconds to minutes
 READ_BYTES = 2**22  # read at a time
+GOLDEN = 0.618034  # its multiples spread evenly: rows of many small files are held out too
 
 
 class Part(NamedTuple):
@@ -23,7 +26,27 @@ class Part(NamedTuple):
     start: int  # first byte of a .jsonl, first row group of a .parquet file
     stop: int  # one after the last
     first_row: int  # rows (lines of a .jsonl file) before it
+    phase: float  # in [0, 1): how much of a row is held out before the file's first
     size: int  # bytes
+
+
+def files_matching(pattern: str) -> list[Path]:
+    """The files of that name, or that match it as a glob, sorted.
+
+    Hidden ones must be asked for, as in a shell. `**` follows no links to folders: a link to a
+    folder above it would never end.
+    """
+    given = Path(pattern)
+    if given.exists():
+        return [given] if given.is_file() else []
+    parts = given.relative_to(given.anchor).parts
+    parts = [part if part == "**" else part.replace("**", "*") for part in parts]
+    parts += ["*"] * (parts[-1] == "**")
+    matches, asked = Path(given.anchor).glob("/".join(parts)), set(parts)
+    return sorted(
+        path for path in matches
+        if path.is_file() and not any(p[0] == "." and p not in asked for p in path.parts)
+    )  # fmt: skip
 
 
 def plan(paths: list[Path]) -> list[list[Part]]:
@@ -32,9 +55,9 @@ def plan(paths: list[Path]) -> list[list[Part]]:
     Raises ValueError that names a file that cannot be read.
     """
     groups: list[list[Part]] = []
-    for path in paths:
+    for i, path in enumerate(paths):
         try:
-            parts = list(parts_of(path))
+            parts = list(parts_of(path, i * GOLDEN % 1))
         except Exception as error:
             raise ValueError(f"cannot read {path}: {error}") from None
         for part in parts:
@@ -44,24 +67,24 @@ def plan(paths: list[Path]) -> list[list[Part]]:
     return groups
 
 
-def parts_of(path: Path) -> Iterator[Part]:
+def parts_of(path: Path, phase: float) -> Iterator[Part]:
     """A file's parts: lines of a .jsonl, row groups of a .parquet; others have one."""
-    size = path.stat().st_size
-    if path.suffix == ".parquet":
+    size, name = path.stat().st_size, path.name.lower()
+    if name.endswith(".parquet"):
         import pyarrow.parquet
 
         metadata, row = pyarrow.parquet.ParquetFile(path).metadata, 0
         for i in range(metadata.num_row_groups):
             group = metadata.row_group(i)
-            yield Part(path, "parquet", i, i + 1, row, group.total_byte_size)
+            yield Part(path, "parquet", i, i + 1, row, phase, group.total_byte_size)
             row += group.num_rows
-    elif path.suffix == ".jsonl":
+    elif name.endswith(".jsonl"):
         borders = [*line_borders(path), (size, 0)]
         for (start, row), (stop, _) in zip(borders, borders[1:], strict=False):
-            yield Part(path, "jsonl", start, stop, row, stop - start)
+            yield Part(path, "jsonl", start, stop, row, phase, stop - start)
     else:
-        kind = "jsonl" if path.name.endswith(".jsonl.gz") else "text"
-        yield Part(path, kind, 0, size, 0, size)
+        kind = "jsonl" if name.endswith(".jsonl.gz") else "text"
+        yield Part(path, kind, 0, size, 0, phase, size)
 
 
 def line_borders(path: Path) -> list[tuple[int, int]]:
@@ -93,18 +116,19 @@ def documents(
         rows = parquet_rows if part.kind == "parquet" else json_rows
         for row, text, problem in rows(part, column):
             if problem is None:
-                held_out = int((row + 1) * val_fraction) > int(row * val_fraction)
+                before, after = (n * val_fraction + part.phase for n in (row, row + 1))
+                held_out = int(after) > int(before)
                 yield "val" if held_out else "train", text, True
                 continue
             where = f"{part.path}, {'row' if rows is parquet_rows else 'line'} {row + 1}: {problem}"
             if skipped is None:
                 raise BadRow(f"{where} (--skip_bad_rows=True leaves such rows out)")
             skipped.append(where)
-    except BadRow:
-        raise
+    except BadRow as error:
+        raise ValueError(str(error)) from None
     except UnicodeDecodeError as error:
         raise ValueError(f"cannot read {part.path} as UTF-8 text: {error}") from None
-    except (OSError, EOFError, ValueError) as error:  # not gzip, cut short, not parquet
+    except (OSError, EOFError, ValueError, zlib.error) as error:  # not gzip, damaged, not parquet
         raise ValueError(f"cannot read {part.path}: {error}") from None
 
 
@@ -114,7 +138,7 @@ class BadRow(ValueError):
 
 def json_rows(part: Part, column: str) -> Iterator[tuple[int, str, str | None]]:
     """(number, text, what is wrong) of every line that is not blank."""
-    packed = part.path.suffix == ".gz"
+    packed = part.path.suffix.lower() == ".gz"
     with gzip.open(part.path) if packed else open(part.path, "rb") as file:
         file.seek(part.start)
         left = part.stop - part.start
@@ -130,7 +154,7 @@ def text_in(line: bytes, column: str) -> tuple[str, str | None]:
     """The text in a line of JSON, and what is wrong with it or None."""
     try:
         row = json.loads(line)
-    except ValueError as error:  # not UTF-8, or not JSON
+    except (ValueError, RecursionError) as error:  # not UTF-8, not JSON, or too deep
         return "", f"no JSON ({error})"
     if not isinstance(row, dict):
         return "", f"a {type(row).__name__}, not an object with {column!r}"
@@ -193,5 +217,5 @@ def safe_border(text: str) -> int:
 
 
 def open_text(path: Path) -> IO[str]:
-    opener = gzip.open if path.suffix == ".gz" else open
+    opener = gzip.open if path.suffix.lower() == ".gz" else open
     return opener(path, "rt", encoding="utf-8-sig")

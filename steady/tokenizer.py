@@ -127,11 +127,18 @@ class HFTokenizer:
             self.tokenizer = Tokenizer.from_str(content)
         except Exception as error:
             raise ValueError(f"this is no tokenizer.json: {error}") from None
+        self.tokenizer.no_truncation()  # many files ask for both, for a model's inputs
+        self.tokenizer.no_padding()
         self.content, self.end_of_text = content, end_of_text
         self.vocab_size = max(self.tokenizer.get_vocab(with_added_tokens=True).values()) + 1
 
     def encode(self, text: str) -> list[int]:
-        return self.tokenizer.encode(text, add_special_tokens=False).ids
+        try:
+            return self.tokenizer.encode(text, add_special_tokens=False).ids
+        except Exception as error:  # a vocabulary without a token for what it does not know
+            raise ValueError(
+                f"the tokenizer does not know all of {reprlib.repr(text)}: {error}"
+            ) from None
 
     def decode(self, ids: list[int]) -> str:
         return self.tokenizer.decode(ids, skip_special_tokens=False)
@@ -184,11 +191,20 @@ def hf_tokenizer_meta(folder: Path) -> dict[str, Any]:
         return {}
     end_of_text = None
     if (folder / "config.json").exists():
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        end_of_text = config.get("eos_token_id")
+        try:
+            config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+            end_of_text = config.get("eos_token_id")
+        except (ValueError, AttributeError, RecursionError) as error:
+            raise ValueError(f"{folder / 'config.json'} cannot be read: {error}") from None
     if isinstance(end_of_text, list):  # several end a turn of a chat; the first ends a text
         end_of_text = end_of_text[0] if end_of_text else None
-    return HFTokenizer(path.read_text(encoding="utf-8"), end_of_text).meta()
+    tokenizer = HFTokenizer(path.read_text(encoding="utf-8"), end_of_text)
+    if end_of_text is not None and end_of_text not in range(tokenizer.vocab_size):
+        raise ValueError(
+            f"{folder / 'config.json'}: eos_token_id={end_of_text!r} is no id of the tokenizer's "
+            f"{tokenizer.vocab_size}"
+        )
+    return tokenizer.meta()
 
 
 def write_hf_tokenizer(meta: dict[str, Any], folder: Path) -> None:

@@ -51,6 +51,16 @@ def free_port() -> int:
         return found.getsockname()[1]
 
 
+HOLD = """
+import sys, time
+from pathlib import Path
+from steady import folder
+folder.claim(Path(sys.argv[1]))
+print("claimed", flush=True)
+time.sleep(100)
+"""
+
+
 @pytest.fixture(scope="session")
 def sums(tmp_path_factory) -> Path:
     """A character data set of sums."""
@@ -142,6 +152,23 @@ def fork(tmp_path_factory):
         process.kill()
         process.stdout.close()
         process.join()
+
+
+@pytest.fixture
+def other_run():
+    """Start a process that claims a folder and holds it: `other_run(path)` is a Popen."""
+    running = []
+
+    def start_other(path):
+        command = [sys.executable, "-c", HOLD, str(path)]
+        running.append(subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE))
+        assert running[-1].stdout.readline() == b"claimed\n"
+        return running[-1]
+
+    yield start_other
+    for process in running:
+        process.kill()
+        process.communicate()
 
 
 @pytest.fixture(autouse=True)

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import os
 from types import SimpleNamespace
 
 from steady import prepare as hub
@@ -194,6 +195,7 @@ BAD_ROWS = {
     "[1]": "a list, not an object with 'text'",
     '{"text": null}': "'text' is null, not text",
     '{"text": 7}': "'text' is int, not text",
+    '{"text": ' + "[" * 100_000: "no JSON",  # deeper than Python's stack
     '{"text": "\\ud83d"}': "half a character",
 }
 
@@ -210,6 +212,7 @@ def test_bad_rows_are_named_by_file_and_line_and_left_out_if_asked(run, tmp_path
     arguments = f"--input={path}", "--tokenizer=byte", f"--out={tmp_path / 'out'}"
     with pytest.raises(ValueError) as error:
         run("data/text/prepare.py", *arguments)
+    assert type(error.value) is ValueError  # which is printed without a trace
     first = next(iter(BAD_ROWS.values()))
     assert (
         str(error.value) == f"{path}, line 5: {first} (--skip_bad_rows=True leaves such rows out)"
@@ -217,8 +220,8 @@ def test_bad_rows_are_named_by_file_and_line_and_left_out_if_asked(run, tmp_path
     shown = run("data/text/prepare.py", *arguments, "--skip_bad_rows=True")
     for i, problem in enumerate(BAD_ROWS.values()):
         assert f"{path}, line {4 * i + 5}: {problem}" in shown
-    assert f"{path}, line 38: no JSON ('utf-8' codec" in shown
-    assert "warning: 7 rows without text were left out" in shown
+    assert f"{path}, line 39: no JSON ('utf-8' codec" in shown
+    assert "warning: 8 rows without text were left out" in shown
     text = "".join(ByteTokenizer().decode(read(tmp_path / "out", s)) for s in ("train", "val"))
     assert sorted(text.split("text ")[1:], key=int) == [str(i) for i in range(30)]
 
@@ -230,7 +233,10 @@ def test_broken_files_are_named(run, tmp_path):
     (tmp_path / "c.txt.gz").write_bytes(b"not gzip")
     (tmp_path / "d.jsonl.gz").write_bytes(gzip.compress(b'{"text": "a"}\n' * 999)[:-9])
     (tmp_path / "e.parquet").write_bytes(b"not parquet")
-    for name in ("c.txt.gz", "d.jsonl.gz", "e.parquet"):
+    damaged = bytearray(gzip.compress(np.random.default_rng(0).bytes(5000).hex().encode()))
+    damaged[1000:1400] = b"\xff" * 400  # not only a checksum is wrong then
+    (tmp_path / "i.txt.gz").write_bytes(damaged)
+    for name in ("c.txt.gz", "d.jsonl.gz", "e.parquet", "i.txt.gz"):
         with pytest.raises(ValueError, match=f"cannot read .*{name}"):
             run("data/text/prepare.py", f"--input={tmp_path / name}", "--tokenizer=byte",
                 f"--out={tmp_path / name}-out")  # fmt: skip
@@ -303,6 +309,60 @@ def test_own_files_in_parts_processes_and_after_interruptions_are_the_same(
 # ---- data sets from the hub -------------------------------------------------------------------
 
 
+def test_links_are_not_followed_round_and_round_and_no_file_is_read_twice(run, tmp_path):
+    notes = tmp_path / "notes"
+    (notes / "sub").mkdir(parents=True)
+    (notes / "a.md").write_text("some text\n" * 20)
+    (notes / "sub" / "b.md").write_text("more text\n" * 20)
+    (notes / ".hidden.md").write_text("a draft\n" * 20)
+    (notes / "sub" / "up").symlink_to("..")
+    (notes / "loop").symlink_to(".")
+    inputs = [f"{notes}/**/*.md", f"{notes}/a.md", f"{notes}/**.md"]
+    run("data/text/prepare.py", f"--input={','.join(inputs)}", "--tokenizer=byte",
+        f"--out={tmp_path / 'out'}")  # fmt: skip
+    text = "".join(ByteTokenizer().decode(read(tmp_path / "out", s)) for s in ("train", "val"))
+    assert text.count("some text") == text.count("more text") == 20 and "draft" not in text
+    assert textfiles.files_matching(f"{notes}/**") == [notes / "a.md", notes / "sub" / "b.md"]
+    assert textfiles.files_matching(f"{notes}/.h*") == []
+    assert textfiles.files_matching(f"{notes}/.hidden.md") == [notes / ".hidden.md"]
+
+
+def test_rows_of_many_small_files_are_held_out_too(run, tmp_path):
+    rows = "".join(json.dumps({"text": f"row {i}"}) + "\n" for i in range(9))
+    for i in range(40):
+        (tmp_path / f"{i}.JSONL").write_text(rows)
+    run("data/text/prepare.py", f"--input={tmp_path}/*.JSONL", "--tokenizer=byte",
+        f"--out={tmp_path / 'out'}")  # fmt: skip
+    counts = [read(tmp_path / "out", split).count(256) for split in ("train", "val")]
+    assert sum(counts) == 360 and counts[1] == pytest.approx(36, abs=2)
+
+
+def test_a_folder_of_ones_own_is_kept_whatever_its_name(run, tmp_path):
+    own = tmp_path / "corpus" / "shards"
+    own.mkdir(parents=True)
+    (own / "a.txt").write_text("text " * 100)
+    (tmp_path / "empty.txt").write_text("")
+    run("data/text/prepare.py", f"--input={own}/*.txt", "--tokenizer=byte", f"--out={own.parent}")
+    with pytest.raises(ValueError, match="would be empty: use more text, or another --val_frac"):
+        run("data/text/prepare.py", f"--input={tmp_path}/empty.txt", "--tokenizer=byte",
+            f"--out={own.parent}")  # fmt: skip
+    assert (own / "a.txt").exists()
+    assert {path.name for path in own.parent.glob(".*")} == set()
+
+
+def test_one_preparation_at_a_time_writes_to_a_folder(run, tmp_path, other_run):
+    (tmp_path / "a.txt").write_text("text " * 100)
+    other_run(tmp_path / "out" / ".shards")
+    with pytest.raises(ValueError, match="another process is writing to .*out"):
+        run("data/text/prepare.py", f"--input={tmp_path}/a.txt", "--tokenizer=byte",
+            f"--out={tmp_path / 'out'}")  # fmt: skip
+
+
+def test_a_process_that_is_killed_is_one_line():
+    with pytest.raises(ValueError, match="was killed.* goes on from what is done.* --num_proc"):
+        hub.run_jobs(os._exit, [9, 9], num_proc=2)
+
+
 @pytest.fixture
 def repository(tmp_path, monkeypatch):
     """A parquet repository as the hub has them, with a named configuration in its README."""
@@ -339,7 +399,7 @@ def test_f38_hub_data_sets_are_read_as_parquet(run, tmp_path, repository, gpt2_f
         ["", *(f"document {i} {j}" for i in range(3) for j in range(100))]
     )
     assert meta["tokens"]["val"] > 0 and 10 < val.count("<|endoftext|>") < 60
-    assert not (tmp_path / "out" / "shards").exists()
+    assert not (tmp_path / "out" / ".shards").exists()
 
 
 def test_f38_a_repository_with_a_script_is_one_line(run, tmp_path, repository):
@@ -376,7 +436,7 @@ def test_processes_streaming_and_interruptions_change_nothing(
     monkeypatch.setattr(hub, "write_tokens", interrupted)
     with pytest.raises(KeyboardInterrupt):
         prepare("restarted")
-    first = tmp_path / "restarted" / "shards" / "00000.train.bin"
+    first = tmp_path / "restarted" / ".shards" / "00000.train.bin"
     written = first.stat().st_mtime_ns
     with pytest.raises(ValueError, match="holds parts of another data set or tokenizer"):
         hub.prepare_from_hub(tmp_path / "restarted", CharTokenizer("ab"), str(repository))
@@ -385,6 +445,23 @@ def test_processes_streaming_and_interruptions_change_nothing(
     prepare("restarted")
     assert len(calls) == 4 + 4  # the first shard was not done again
     assert all(content == contents["plain"] for content in contents.values())
+
+
+def test_a_document_of_the_hub_that_is_no_text_is_left_out_and_named(tmp_path, repository, capsys):
+    import pyarrow
+    import pyarrow.parquet
+
+    file = repository / "sample" / "10BT" / "001_00000.parquet"
+    table = pyarrow.parquet.read_table(file)
+    texts = [None if i == 7 else text for i, text in enumerate(table["text"].to_pylist())]
+    pyarrow.parquet.write_table(table.set_column(0, "text", pyarrow.array(texts)), file)
+    hub.prepare_from_hub(tmp_path / "out", ByteTokenizer(), str(repository), val_fraction=0.1,
+                         streaming=True)  # fmt: skip
+    counts = [read(tmp_path / "out", split).count(256) for split in ("train", "val")]
+    assert sum(counts) == 299
+    shown = capsys.readouterr().out
+    assert "document 8 of part 2 of 3: 'text' is null, not text" in shown
+    assert "warning: 1 rows without text were left out" in shown
 
 
 @pytest.mark.parametrize("num_proc", [1, 2])

@@ -336,7 +336,7 @@ def test_f45_a_folder_in_use_ends_all_processes_and_one_says_so(launch, tmp_path
         other.stdout.readline()
         first, second = launch(2, tmp_path, fails=True)
         other.stdin.close()
-    assert re.fullmatch(r".*error: another run is writing to out_dir=.*: stop it first.*\n", first)
+    assert re.fullmatch(r".*error: another process is writing to .*: stop it first.*\n", first)
     assert second == ""
 
 

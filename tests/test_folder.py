@@ -7,33 +7,7 @@ import sys
 from steady import folder
 
 import pytest
-from conftest import ROOT, TINY
-
-HOLD = """
-import sys, time
-from pathlib import Path
-from steady import folder
-folder.claim(Path(sys.argv[1]))
-print("claimed", flush=True)
-time.sleep(100)
-"""
-
-
-@pytest.fixture
-def other_run():
-    """Start a process that claims a folder and holds it: `other_run(path)` is a Popen."""
-    running = []
-
-    def start_other(path):
-        command = [sys.executable, "-c", HOLD, str(path)]
-        running.append(subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE))
-        assert running[-1].stdout.readline() == b"claimed\n"
-        return running[-1]
-
-    yield start_other
-    for process in running:
-        process.kill()
-        process.communicate()
+from conftest import HOLD, ROOT, TINY
 
 
 def test_f45_a_second_run_in_the_folder_is_refused_and_changes_nothing(
@@ -43,7 +17,9 @@ def test_f45_a_second_run_in_the_folder_is_refused_and_changes_nothing(
     first = other_run(tmp_path)
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     arguments = [*TINY, f"--dataset={sums}", f"--out_dir={tmp_path}"]
-    with pytest.raises(ValueError, match="another run is writing to .*process .* on .*: stop it"):
+    with pytest.raises(
+        ValueError, match="another process is writing to .*process .* on .*: stop it"
+    ):
         run("train.py", *arguments)
     assert "val loss" in run("train.py", *arguments, "--eval_only=True")  # it writes nothing
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
@@ -78,7 +54,7 @@ def test_f45_a_folder_that_was_moved_or_removed_is_claimed_anew(tmp_path, capsys
     out.mkdir()
     other = other_run(out)  # one that took its place
     (out / "ckpt.pt").write_text("the other's")
-    with pytest.raises(ValueError, match="another run is writing"):
+    with pytest.raises(ValueError, match="another process is writing"):
         folder.hold(out)
     other.kill()
     other.wait()

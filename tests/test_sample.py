@@ -5,7 +5,7 @@ import shutil
 
 from steady import checkpoint
 from steady.prepare import write_dataset
-from steady.tokenizer import ByteTokenizer, CharTokenizer
+from steady.tokenizer import ByteTokenizer, CharTokenizer, HFTokenizer
 
 import pytest
 import torch
@@ -155,6 +155,21 @@ def test_empty_prompt_starts_from_the_end_of_text_token(run, tmp_path):
     assert sample(run, *arguments) == "ab\n---------------\n" * 2  # up to the end of the text
     assert sample(run, *arguments, "--num_samples=1") == "ab\n"
     assert sample(run, *arguments, "--stop_at_end=False").startswith("ababab")
+
+
+def test_a_tokenizer_that_drops_the_first_space_keeps_the_one_after_the_prompt(run, tmp_path):
+    import tokenizers
+
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel({"▁a": 0, "▁b": 1}, unk_token="▁a"))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace()
+    made.decoder = tokenizers.decoders.Metaspace()
+    text = ["a b " * 200]
+    write_dataset(tmp_path / "data", HFTokenizer(made.to_str(), None), {"train": text, "val": text})
+    run("train.py", *TINY, f"--dataset={tmp_path / 'data'}", f"--out_dir={tmp_path}",
+        "--max_iters=100", "--lr_decay_iters=100")  # fmt: skip
+    arguments = tmp_path, "--start=a b", "--temperature=0", "--max_new_tokens=3"
+    assert sample(run, *arguments, "--num_samples=1") == "a b a b a\n"
+    assert sample(run, *arguments, "--num_samples=2") == "a b a b a\n---------------\n" * 2
 
 
 def test_nanogpts_two_commands_work_one_after_the_other(run, sums, tmp_path, monkeypatch):

@@ -1,6 +1,14 @@
+import json
 import time
 
-from steady.tokenizer import ByteTokenizer, CharTokenizer, GPT2Tokenizer, from_meta
+from steady.tokenizer import (
+    ByteTokenizer,
+    CharTokenizer,
+    GPT2Tokenizer,
+    HFTokenizer,
+    from_meta,
+    named,
+)
 
 import numpy as np
 import pytest
@@ -81,3 +89,47 @@ def test_f29_no_source_file_unpickles():
         source = path.read_text(encoding="utf-8")
         assert "pickle.load" not in source, path
         assert "weights_only=False" not in source, path
+
+
+def word_level(folder, **config):
+    """A tokenizer.json of three words, with a space before each, in a folder; its name for
+    --tokenizer."""
+    import tokenizers
+
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel({"▁a": 0, "▁b": 1, "▁c": 2}, "▁c"))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace()
+    made.decoder = tokenizers.decoders.Metaspace()
+    made.enable_truncation(3)
+    made.enable_padding(length=5)
+    made.save(str(folder / "tokenizer.json"))
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    return f"hf:{folder}"
+
+
+def test_a_tokenizer_that_truncates_and_pads_for_a_model_gives_all_of_a_text(tmp_path):
+    assert named(word_level(tmp_path)).encode("a b c a") == [0, 1, 2, 0]
+    assert named(word_level(tmp_path)).encode("a") == [0]
+
+
+def test_text_that_a_vocabulary_without_an_unknown_token_lacks_is_one_line():
+    import tokenizers
+
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0}, unk_token="?"))
+    with pytest.raises(ValueError, match="tokenizer does not know all of 'b'"):
+        HFTokenizer(made.to_str(), None).encode("b")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{oops", "cannot be read"),
+        ("[]", "cannot be read"),
+        ('{"eos_token_id": 5000}', "eos_token_id=5000 is no id of the tokenizer's 3"),
+        ('{"eos_token_id": "</s>"}', "eos_token_id='</s>' is no id"),
+    ],
+)
+def test_an_odd_config_beside_a_tokenizer_is_one_line(tmp_path, content, message):
+    name = word_level(tmp_path)
+    (tmp_path / "config.json").write_text(content)
+    with pytest.raises(ValueError, match=f"config.json.* {message}"):
+        named(name)

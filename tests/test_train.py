@@ -677,7 +677,7 @@ def test_a_sample_from_weights_that_overflowed_ends_in_one_line(run, sums, tmp_p
         ("--seed=99999999999999999999", r"seed=99999999999999999999 must be an integer of 64 bits"),
         ("--n_hidden=-1", "n_hidden=-1 must be at least 0"),
         ("--rope_theta=0", "rope_theta=0.0 must be above 0"),
-        ("--out_dir=/dev/null/out", "cannot write to out_dir=/dev/null/out"),
+        ("--out_dir=/dev/null/out", "cannot write to /dev/null/out"),
         ("--dataset=nowhere", "no data set at .*nowhere"),
         ("--init_from=resume", "no checkpoint at .*ckpt.pt: train first"),
         ("--lerning_rate=1", "did you mean 'learning_rate'"),

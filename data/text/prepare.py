@@ -7,14 +7,15 @@
 Every text file is a document, and its last tenth is held out for validation. Of .jsonl and .parquet
 files every row's `text` is a document, and every tenth is held out. What ends in .gz is unpacked.
 Files of any size are prepared in little memory; an interrupted run, repeated, goes on where it was.
+In a glob `**` follows no links to folders, and no file is read twice.
 """
 
-import glob
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from steady.prepare import prepare_from_files
+from steady.textfiles import files_matching
 
 from configurator import configure
 
@@ -30,12 +31,12 @@ configure(globals(), positional="")
 
 if not input:
     raise ValueError("no input: pass --input=FILE, or a glob such as --input='notes/**/*.md'")
-paths = []
+paths: dict[Path, Path] = {}  # as given, by where they really are
 for pattern in input.split(","):
-    matches = [pattern] if Path(pattern).exists() else glob.glob(pattern, recursive=True)
-    found = sorted(path for path in matches if Path(path).is_file())
+    found = files_matching(pattern)
     if not found:
         raise ValueError(f"no file matches --input={pattern}")
-    paths += map(Path, found)
-folder = out or Path(__file__).parent
-prepare_from_files(folder, tokenizer, paths, column, val_fraction, num_proc, skip_bad_rows)
+    for path in found:
+        paths.setdefault(path.resolve(), path)
+folder, files = out or Path(__file__).parent, list(paths.values())
+prepare_from_files(folder, tokenizer, files, column, val_fraction, num_proc, skip_bad_rows)
