@@ -33,6 +33,7 @@ try:
     import matplotlib
 
     matplotlib.use("Agg")
+    matplotlib.rcParams["text.parse_math"] = False  # a run's name may hold a dollar
     from matplotlib import pyplot
 except ImportError:
     raise ValueError("plotting needs matplotlib: pip install matplotlib") from None

@@ -133,9 +133,10 @@ class TokenFile:
             )
         self.n_tokens = size // width
         if self.n_tokens <= block_size:
+            smaller = f" or --block_size={self.n_tokens - 1}" if self.n_tokens > 1 else ""
             raise ValueError(
                 f"{path} has {self.n_tokens} tokens, but block_size={block_size} needs at "
-                f"least {block_size + 1}: use more data or --block_size={self.n_tokens - 1}"
+                f"least {block_size + 1}: use more data{smaller}"
             )
         self.file = open(path, "rb", buffering=0)
         self.reading = threading.Lock()  # evaluation and the loader's thread move one position

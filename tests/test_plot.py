@@ -24,13 +24,13 @@ def write(folder, n):
 def test_several_runs_become_one_picture(run, tmp_path):
     pyplot = pytest.importorskip("matplotlib.pyplot")
     write(tmp_path / "out-a", 50)
-    write(tmp_path / "out-b", 20)
+    write(tmp_path / "out-$b^$", 20)
     png = tmp_path / "runs.png"
     curve = [{"iter": i, "tokens": i * 64, "seconds": i / 9, "val_loss": 4 - i} for i in range(3)]
     line = {"recipe": "baseline 65k", "kind": "baseline", "curve": curve}
     (tmp_path / "runs.jsonl").write_text(json.dumps(line) + "\n")
     axes = []
-    for paths in (["out-a", "out-b"], ["runs.jsonl", "out-a"], ["runs.jsonl"]):
+    for paths in (["out-a", "out-$b^$"], ["runs.jsonl", "out-a"], ["runs.jsonl"]):
         shown = run("plot.py", *(tmp_path / p for p in paths), f"--png={png}", "--x=time")
         assert f"wrote {png}" in shown
         assert png.read_bytes().startswith(b"\x89PNG") and png.stat().st_size > 10_000
