@@ -37,7 +37,7 @@ def claim(out_dir: Path) -> None:
     try:
         os.fsencode(out_dir).decode("utf-8")  # as torch.load wants it to be
     except UnicodeDecodeError:
-        raise ValueError(f"out_dir={str(out_dir)!r} is not UTF-8: use another name") from None
+        raise ValueError(f"{str(out_dir)!r} is not UTF-8: use another name") from None
     try:
         out_dir.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=out_dir):
@@ -56,6 +56,7 @@ def claim(out_dir: Path) -> None:
                 f"another process is writing to {out_dir} ({holder}): stop it first, or use "
                 "another folder"
             ) from None
+        os.close(lock)  # Windows does not remove what is open
         print(f"note: {out_dir} cannot be locked ({error.strerror}): let no other run write there")
         return
     held[out_dir] = lock
