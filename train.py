@@ -232,7 +232,7 @@ def training_state(new_best: float | None = None) -> dict:
 
 
 try_save = partial(checkpoint.try_save, here=here, say=log.line)
-profiler = Profiler(out_path, profile and here.master, memory_snapshot and here.master, log.line)
+profiler = Profiler(out_path, here.master, profile, memory_snapshot, max_iters - iter_num, log.line)
 stop_request = StopRequest(here.world_size == 1, announce=here.master, saves=not eval_only)
 
 # -----------------------------------------------------------------------------

@@ -11,11 +11,27 @@ FIRST_STEP, STEPS = 5, 3  # steps traced, after compilation and warm-up
 class Profiler:
     """Writes `trace.json` (for ui.perfetto.dev or chrome://tracing) and `memory.pickle`
     (for pytorch.org/memory_viz) to `out_dir` after a few steps; does nothing if neither is asked.
+
+    master: whether this process does so. iterations: how many this run has.
     """
 
-    def __init__(self, out_dir: Path, trace: bool, memory: bool, say: Callable[[str], None]):
+    def __init__(
+        self,
+        out_dir: Path,
+        master: bool,
+        trace: bool,
+        memory: bool,
+        iterations: int,
+        say: Callable[[str], None],
+    ):
+        trace, memory = trace and master, memory and master
         self.say = say
         self.out_dir, self.trace, self.memory, self.steps = out_dir, None, memory, 0
+        if (trace or memory) and iterations < FIRST_STEP + STEPS:
+            say(
+                f"note: profile and memory_snapshot write after {FIRST_STEP + STEPS} iterations, "
+                f"but this run has {iterations}"
+            )
         if memory:
             torch.cuda.memory._record_memory_history(max_entries=200_000)
         if trace:
