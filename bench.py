@@ -20,6 +20,7 @@ from pathlib import Path
 
 from steady.dataloader import read_meta
 from steady.runlog import read_metrics
+from steady.stop import on_signals
 
 import numpy as np
 
@@ -34,10 +35,8 @@ memory = False  # estimate peak memory per component too
 HERE = Path(__file__).parent
 config = configure(globals(), base=HERE / "train.py")
 
-for ending in ("SIGTERM", "SIGHUP"):  # as Ctrl-C: train.py must not be left behind
-    signum = getattr(signal, ending, None)  # Windows has no SIGHUP
-    if signum and signal.getsignal(signum) != signal.SIG_IGN:  # as nohup has it
-        signal.signal(signum, signal.default_int_handler)
+# as Ctrl-C: train.py must not be left behind
+on_signals(("SIGTERM", "SIGHUP"), signal.default_int_handler)
 
 with tempfile.TemporaryDirectory() as folder:
     data_dir = HERE / "data" / config["dataset"]

@@ -66,13 +66,14 @@ generator = torch.Generator(device=device).manual_seed(seed)
 end = tokenizer.end_of_text if stop_at_end else None
 ended = torch.zeros(num_samples, dtype=torch.bool, device=device)
 printed, ids = start, []
+prompt_length = len(tokenizer.decode(prompt))  # in characters; of `start` it may differ
 
 
 def text_of(ids: list[int]) -> str:
     """The prompt and the new tokens `ids`, up to the end of the text."""
     ids = ids[: ids.index(end)] if end in ids else ids
     # together, since some tokenizers drop a space where a text begins
-    return start + tokenizer.decode(prompt + ids)[len(tokenizer.decode(prompt)) :]
+    return start + tokenizer.decode(prompt + ids)[prompt_length:]
 
 
 def stream(new: torch.Tensor) -> bool:

@@ -129,8 +129,8 @@ tokenizer = from_meta(data.tokenizer) if sample_interval else None
 sequences_per_iter = batch_size * gradient_accumulation_steps
 sequences_per_process = sequences_per_iter // here.world_size
 eval_sequences = eval_iters * batch_size
-step_shape = memory.StepShape(model_config, sequences_per_process, dtype, plan, here,
-                              config["optimizer"] == "muon", fp8, eval_only)  # fmt: skip
+step_shape = memory.StepShape(model_config, sequences_per_process, dtype, plan, here, fp8=fp8,
+                              muon=config["optimizer"] == "muon", eval_only=eval_only)  # fmt: skip
 require_float8(step_shape, device)
 memory.require_room(step_shape, device, auto_batch)
 hardware.prepare(device, dtype, model_config.n_embd, block_size)

@@ -33,6 +33,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from steady.runlog import read_json_lines, read_metrics, training_clock
+from steady.stop import on_signals
 
 import torch
 
@@ -199,7 +200,7 @@ jobs += [our_job(recipe.strip()) for recipe in ours.split(";") if recipe.strip()
 commands = [command_of(job) for job in jobs]  # all of them first: a wrong flag costs no time so
 failures: list[str] = []
 running: list[subprocess.Popen[str]] = []
-signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C
+on_signals(("SIGTERM", "SIGHUP"), signal.default_int_handler)  # as Ctrl-C
 writing, free_gpus = threading.Lock(), queue.Queue()
 for i in range(gpus):
     free_gpus.put(str(i))

@@ -383,10 +383,10 @@ def write_shard(job: tuple) -> None:
         position = i << 32
         for batch in part.iter(1000):
             hashes = scramble(np.arange(position, position + len(batch["text"])), key=0)
-            for j, (text, held_out) in enumerate(zip(batch["text"], hashes < limit, strict=True)):
+            documents = zip(batch["text"], hashes < limit, strict=True)
+            for row, (text, held_out) in enumerate(documents, position - (i << 32) + 1):
                 _, problem = textfiles.check_text(text, "text")
                 if problem is not None:
-                    row = position - (i << 32) + j + 1
                     skipped.append(f"document {row} of part {i + 1} of {n_shards}: {problem}")
                 elif held_out:
                     in_val.append(text)

@@ -23,6 +23,15 @@ from configurator import is_computed, one_line_errors
 SKIPPED_LONG, SKIPPED_TOO_LONG = 20, 100
 
 
+def on_signals(names: Sequence[str], handler: Callable) -> None:
+    """Have `handler` called at these signals, as far as the system has them (Windows knows few);
+    SIGHUP stays ignored under nohup."""
+    for name in names:
+        signum = getattr(signal, name, None)
+        if signum and (name != "SIGHUP" or signal.getsignal(signum) != signal.SIG_IGN):
+            signal.signal(signum, handler)
+
+
 class StopRequest:
     """`received` becomes true at the first signal; the run then finishes its step and saves.
 
@@ -34,12 +43,9 @@ class StopRequest:
 
     def __init__(self, alone: bool, announce: bool, saves: bool = True):
         self.received, self.alone, self.announce = False, alone, announce
-        if not saves:
-            return
-        for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGXCPU", "SIGUSR1", "SIGUSR2"):
-            signum = getattr(signal, name, None)  # Windows knows two of them
-            if signum and (name != "SIGHUP" or signal.getsignal(signum) != signal.SIG_IGN):  # nohup
-                signal.signal(signum, self.request)
+        if saves:
+            names = "SIGINT", "SIGTERM", "SIGHUP", "SIGXCPU", "SIGUSR1", "SIGUSR2"
+            on_signals(names, self.request)
 
     def request(self, signum: int, frame: object) -> None:
         self.received = True

@@ -3,11 +3,10 @@ import lzma
 import re
 import shutil
 import signal
-import time
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, TINY
+from conftest import ROOT, TINY, wait_until
 
 
 def test_bench_times_the_real_training_step(fork):
@@ -47,10 +46,7 @@ signal.signal(signal.SIGHUP, signal.SIG_IGN)
 def test_a_bench_that_is_ended_leaves_nothing_behind(fork, tmp_path):
     process = fork("bench.py", *TINY, "--vocab_size=64", "--steps=1000000", TMPDIR=str(tmp_path),
                    code=UNDER_NOHUP)  # fmt: skip
-    end = time.monotonic() + 60
-    while not list(tmp_path.glob("*/metrics.jsonl")):
-        assert time.monotonic() < end, "waited in vain"
-        time.sleep(0.05)
+    wait_until(lambda: list(tmp_path.glob("*/metrics.jsonl")))
     (child,) = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
     process.send_signal(signal.SIGHUP)
     assert process.wait(1) is None
@@ -116,15 +112,12 @@ def test_a_comparison_that_is_ended_leaves_nothing_behind(fork, sums, tmp_path):
         f"--out={tmp_path}/runs.jsonl", "--ours=--max_iters=1000000; --max_iters=1000001",
         TMPDIR=str(tmp_path), code="import tempfile; tempfile.tempdir = None",
     )  # fmt: skip
-    end = time.monotonic() + 60
-    while not (begun := list(tmp_path.glob("tmp*/metrics.jsonl"))):
-        assert time.monotonic() < end, "waited in vain"
-        time.sleep(0.05)
+    (metrics,) = wait_until(lambda: list(tmp_path.glob("tmp*/metrics.jsonl")))
     tasks = Path(f"/proc/{process.pid}/task").glob("*/children")
     (child,) = " ".join(task.read_text() for task in tasks).split()
     process.send_signal(signal.SIGTERM)
     assert process.wait(30)  # not 0, and not None
-    assert not Path(f"/proc/{child}").exists() and not begun[0].exists()
+    assert not Path(f"/proc/{child}").exists() and not metrics.exists()
 
 
 def test_time_to_loss_refuses_wrong_flags_before_any_run(run):

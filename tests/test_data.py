@@ -306,9 +306,6 @@ def test_own_files_in_parts_processes_and_after_interruptions_are_the_same(
     assert contents["plain"] == contents["parts"] == contents["processes"] == contents["restarted"]
 
 
-# ---- data sets from the hub -------------------------------------------------------------------
-
-
 def test_links_are_not_followed_round_and_round_and_no_file_is_read_twice(run, tmp_path):
     notes = tmp_path / "notes"
     (notes / "sub").mkdir(parents=True)
@@ -361,6 +358,9 @@ def test_one_preparation_at_a_time_writes_to_a_folder(run, tmp_path, other_run):
 def test_a_process_that_is_killed_is_one_line():
     with pytest.raises(ValueError, match="was killed.* goes on from what is done.* --num_proc"):
         hub.run_jobs(os._exit, [9, 9], num_proc=2)
+
+
+# ---- data sets from the hub -------------------------------------------------------------------
 
 
 @pytest.fixture

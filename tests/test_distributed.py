@@ -18,7 +18,7 @@ from steady.runlog import read_metrics
 import forked
 import pytest
 import torch
-from conftest import ROOT, TINY, free_port
+from conftest import ROOT, TINY, free_port, wait_until
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -89,13 +89,6 @@ def workers(process) -> list[int]:
         return [int(pid) for pid in children.read_text().split()]
     except OSError:
         return []
-
-
-def wait_for(condition, seconds=60):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "waited in vain"
-        time.sleep(0.05)
 
 
 def entries(out, key):
@@ -504,7 +497,7 @@ LONG = ["--max_iters=100000", "--eval_interval=10", "--eval_iters=1"]
 
 def test_f31_sigterm_to_torchrun_saves_once(torchrun, launch, tmp_path):
     process = torchrun(tmp_path, *LONG)
-    wait_for(lambda: len(entries(tmp_path, "loss")) > 20)
+    wait_until(lambda: len(entries(tmp_path, "loss")) > 20)
     process.terminate()
     shown = process.stdout.read()
     process.wait(60)
@@ -519,10 +512,10 @@ def test_a_dead_process_ends_the_run_and_max_restarts_resumes_it(torchrun, tmp_p
     process = torchrun(
         tmp_path, *LONG, options=("--standalone", "--nproc_per_node=2", "--max-restarts=1")
     )
-    wait_for(lambda: (tmp_path / "ckpt.pt").exists())
+    wait_until(lambda: (tmp_path / "ckpt.pt").exists())
     os.kill(workers(process)[1], signal.SIGKILL)
     seen = max(entries(tmp_path, "iter"))
-    wait_for(lambda: max(entries(tmp_path, "iter"), default=0) > seen + 10)  # it went on
+    wait_until(lambda: max(entries(tmp_path, "iter"), default=0) > seen + 10)  # it went on
     os.kill(workers(process)[0], signal.SIGKILL)
     began = time.monotonic()
     shown = process.stdout.read()

@@ -4,7 +4,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 
 from steady import checkpoint, environment, generate, hardware, memory
 from steady.distributed import Place
@@ -14,18 +13,11 @@ from steady.runlog import read_metrics
 import forked
 import pytest
 import torch
-from conftest import ROOT, TINY
+from conftest import ROOT, TINY, wait_until
 
 import model as model_file
 
 LONG = [*TINY, "--max_iters=1000000"]
-
-
-def wait_until(condition, seconds=60):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "waited in vain"
-        time.sleep(0.02)
 
 
 @pytest.fixture

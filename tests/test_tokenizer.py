@@ -1,4 +1,3 @@
-import json
 import time
 
 from steady.tokenizer import (
@@ -91,7 +90,7 @@ def test_f29_no_source_file_unpickles():
         assert "weights_only=False" not in source, path
 
 
-def word_level(folder, **config):
+def word_level(folder):
     """A tokenizer.json of three words, with a space before each, in a folder; its name for
     --tokenizer."""
     import tokenizers
@@ -102,7 +101,6 @@ def word_level(folder, **config):
     made.enable_truncation(3)
     made.enable_padding(length=5)
     made.save(str(folder / "tokenizer.json"))
-    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
     return f"hf:{folder}"
 
 
