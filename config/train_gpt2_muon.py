@@ -26,9 +26,9 @@ beta2 = 0.99
 lr_schedule = "wsd"
 decay_fraction = 0.4
 warmup_iters = 0
-min_lr = 0.0
-max_iters = 740
+min_lr = 4e-4
+max_iters = 640
 
-eval_interval = 74
+eval_interval = 64
 eval_iters = 32
 log_interval = 10

@@ -4,6 +4,9 @@ A gradient's matrix is dominated by a few directions. An orthogonal update moves
 in every direction (Jordan et al. 2024, "Muon: an optimizer for hidden layers in neural networks"),
 and with normalised rows by as much for every neuron (Li et al. 2025, "NorMuon").
 
+Of the matrices that make queries, keys and values, each head's rows are one matrix (Zhang et al.
+2026, "When and why grouping attention heads accelerates Muon optimization").
+
 n matrices of one shape are treated together. To make one orthogonal takes the whole of it, so
 several processes each treat some: with ddp, where every process has all updates, the results are
 gathered; with fsdp, where each has rows of every matrix, rows are exchanged for whole matrices, and
@@ -61,8 +64,11 @@ def scale_rows(update: Tensor, mean_square: Tensor, usable: Tensor, lr: Tensor) 
     return update * (usable * lr * UPDATE_RMS * mean_square.clamp(min=1e-30).rsqrt())
 
 
-def orthogonalise(matrices: Tensor) -> Tensor:
-    """The matrices (n, rows, columns) with all of their singular values near 1."""
+def orthogonalise(matrices: Tensor, head_dim: int = 0) -> Tensor:
+    """The matrices (n, rows, columns) with all of their singular values near 1, or with those of
+    every `head_dim` rows near 1."""
+    if head_dim:
+        return orthogonalise(matrices.view(-1, head_dim, matrices.shape[2])).view(matrices.shape)
     tall = matrices.shape[1] > matrices.shape[2]
     norm = matrices.norm(dim=(1, 2), keepdim=True, dtype=torch.float32)
     x = matrices * (1.0 / (MARGIN * norm + 1e-12)).to(matrices.dtype)
@@ -74,7 +80,9 @@ def orthogonalise(matrices: Tensor) -> Tensor:
     return x
 
 
-def orthogonalise_together(matrices: Tensor, whole_rows: int | None = None) -> Tensor:
+def orthogonalise_together(
+    matrices: Tensor, head_dim: int = 0, whole_rows: int | None = None
+) -> Tensor:
     """`orthogonalise`, with the work divided among all processes.
 
     Args:
@@ -83,12 +91,12 @@ def orthogonalise_together(matrices: Tensor, whole_rows: int | None = None) -> T
         whole_rows: how many rows a whole matrix has.
     """
     if not dist.is_initialized():
-        return orthogonalise(matrices)
+        return orthogonalise(matrices, head_dim)
     world_size, rank = dist.get_world_size(), dist.get_rank()
     n, rows, columns = matrices.shape
     share = math.ceil(n / world_size)  # matrices that a process treats
     if whole_rows is None:
-        own = orthogonalise(padded(matrices[rank * share :][:share], share))
+        own = orthogonalise(padded(matrices[rank * share :][:share], share), head_dim)
         gathered = own.new_empty((share * world_size, rows, columns))
         dist.all_gather_into_tensor(gathered, own)
         return gathered[:n]
@@ -101,7 +109,7 @@ def orthogonalise_together(matrices: Tensor, whole_rows: int | None = None) -> T
     received = matrices.new_empty(sum(theirs))
     dist.all_to_all_single(received, matrices.flatten(), theirs, ours)
     parts = [part.view(share, -1, columns) for part in received.split(theirs)]
-    whole = orthogonalise(torch.cat(parts, dim=1))
+    whole = orthogonalise(torch.cat(parts, dim=1), head_dim)
     parts = whole.split([part.shape[1] for part in parts], dim=1)
     returned = matrices.new_empty(matrices.numel())
     sent = torch.cat([part.flatten() for part in parts])

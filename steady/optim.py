@@ -18,7 +18,8 @@ from steady.kernels import compiled_if_possible
 import torch
 from torch import Tensor, nn
 
-MUON_MOMENTUM = 0.85, 0.95, 300  # at first, at last, and how many steps it rises for
+MUON_MOMENTUM = 0.85, 0.95, 1500  # at first, at last, and how many steps it rises for
+MUON_BY_HEAD = "q_proj", "k_proj", "v_proj"  # whose heads are made orthogonal one by one
 MUON_ELEMENTS = 2**26  # in matrices that are treated at once: bounds the memory for it
 IGNORE_SCALE = ("mps",)  # devices whose fused AdamW takes no notice of grad_scale and found_inf
 
@@ -41,14 +42,21 @@ class AdamW(torch.optim.AdamW):
 class Muon(AdamW):
     """Muon for the groups that are marked `muon`, AdamW for the others (see muon.py).
 
-    The state of all matrices of one shape is one tensor, and each matrix's state a slice of it:
-    `stacks` lists parameters, momentum and mean squares of rows. Updates are made orthogonal in
-    bfloat16 if the model computes in bfloat16, else in float32.
+    head_dims: of the parameters whose heads are made orthogonal one by one, the rows of a head.
+
+    The state of all matrices of one kind is one tensor, and each matrix's state a slice of it:
+    `stacks` lists parameters, momentum, mean squares of rows, and the rows of a head. Updates are
+    made orthogonal in bfloat16 if the model computes in bfloat16, else in float32.
     """
 
     @torch.no_grad()
     def __init__(
-        self, groups: list[dict[str, Any]], compiled: bool, dtype: torch.dtype, **settings: Any
+        self,
+        groups: list[dict[str, Any]],
+        head_dims: dict[nn.Parameter, int],
+        compiled: bool,
+        dtype: torch.dtype,
+        **settings: Any,
     ):
         super().__init__(groups, **settings)
         self.dtype = dtype if dtype == torch.bfloat16 else torch.float32
@@ -57,12 +65,13 @@ class Muon(AdamW):
             self.add_momentum = compiled_if_possible(muon.add_momentum)
             self.scale_rows = compiled_if_possible(muon.scale_rows)
         self.stacks = []
-        for parameters in stackable(self.muon_group["params"]):
+        for parameters, head_dim in stackable(self.muon_group["params"], head_dims):
             local = local_shards(parameters)
             momentum = torch.zeros((len(local), *local[0].shape), device=local[0].device)
             # the mean square of a row of an orthogonal matrix, so the average needs no warm-up
-            row = torch.full_like(momentum[:, :, :1], 1.0 / max(parameters[0].shape))
-            self.stacks.append((parameters, momentum, row))
+            rows, columns = parameters[0].shape
+            row = torch.full_like(momentum[:, :, :1], 1.0 / max(head_dim or rows, columns))
+            self.stacks.append((parameters, momentum, row, head_dim))
             for parameter, own, own_row in zip(parameters, momentum, row, strict=True):
                 self.state[parameter] = {
                     "momentum": shard_from_local(own, parameter),
@@ -86,26 +95,28 @@ class Muon(AdamW):
         divisor = torch.ones_like(lr) if divisor is None else divisor
         found_inf = getattr(self, "found_inf", None)
         usable = torch.ones_like(lr) if found_inf is None else 1.0 - found_inf
-        for parameters, buffer, mean_square in self.stacks:
+        for parameters, buffer, mean_square, head_dim in self.stacks:
             weights = local_shards([p.data for p in parameters])
             gradient = torch.stack(local_shards([p.grad for p in parameters]))
             update = self.add_momentum(gradient, buffer, divisor, usable, momentum, self.dtype)
             del gradient
             whole_rows = parameters[0].shape[0] if is_sharded(parameters[0]) else None
-            update = muon.orthogonalise_together(update, whole_rows)
+            update = muon.orthogonalise_together(update, head_dim, whole_rows)
             change = self.scale_rows(update, mean_square, usable, lr)
             torch._foreach_mul_(weights, 1.0 - usable * decay)
             torch._foreach_sub_(weights, change.unbind())
 
 
-def stackable(parameters: list[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
-    """Parameters of one shape, as many as Muon treats at once."""
-    by_shape: dict[torch.Size, list[nn.Parameter]] = {}
+def stackable(
+    parameters: list[nn.Parameter], head_dims: dict[nn.Parameter, int]
+) -> Iterator[tuple[list[nn.Parameter], int]]:
+    """Parameters of one shape, as many as Muon treats at once, and the rows of a head or 0."""
+    kinds: dict[tuple[torch.Size, int], list[nn.Parameter]] = {}
     for parameter in parameters:
-        by_shape.setdefault(parameter.shape, []).append(parameter)
-    for shape, alike in by_shape.items():
+        kinds.setdefault((parameter.shape, head_dims.get(parameter, 0)), []).append(parameter)
+    for (shape, head_dim), alike in kinds.items():
         n = max(1, MUON_ELEMENTS // shape.numel())
-        yield from (alike[i : i + n] for i in range(0, len(alike), n))
+        yield from ((alike[i : i + n], head_dim) for i in range(0, len(alike), n))
 
 
 def build_optimizer(
@@ -135,7 +146,9 @@ def build_optimizer(
     if matrices:
         inner = {"params": [named[name] for name in matrices], "muon": True}
         groups.insert(0, inner | {"weight_decay": config["weight_decay"]})
-        optimizer = Muon(groups, compiled, dtype, **rates, fused=True)
+        of_heads = [p for name, p in named.items() if name.split(".")[-2] in MUON_BY_HEAD]
+        head_dims = dict.fromkeys(of_heads, model.config.head_dim)
+        optimizer = Muon(groups, head_dims, compiled, dtype, **rates, fused=True)
     else:
         optimizer = AdamW(groups, **rates, fused=True)
     for parameter in others:
