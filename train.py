@@ -10,7 +10,6 @@ change them. Ctrl-C, SIGTERM or a lost terminal finishes the step, saves, and sa
 """
 
 import gc
-import math
 import time
 from functools import partial
 from pathlib import Path
@@ -125,7 +124,7 @@ config |= {key: size for key, size in start.model_config.items() if key in confi
 train_file, val_file = data.open(block_size, model_config.vocab_size)
 tokenizer = from_meta(data.tokenizer) if sample_interval else None
 
-# the global batch, fixed however it is split; evaluations may be rounded up to whole micro-batches
+# the global batch and that of evaluations, fixed however they are split
 sequences_per_iter = batch_size * gradient_accumulation_steps
 sequences_per_process = sequences_per_iter // here.world_size
 eval_sequences = eval_iters * batch_size
@@ -181,13 +180,14 @@ def micro_step(model: torch.nn.Module, tokens: torch.Tensor, targets: torch.Tens
 def evaluate(file: TokenFile) -> float:
     """Mean loss over the fixed windows of `file`, through the same (compiled) model as training."""
     model.eval()
-    total, count = torch.zeros((), device=device), math.ceil(eval_sequences / batch_size)
-    for tokens, targets in validation_batches(file, batch_size, count * batch_size, device, here):
+    total = torch.zeros((), device=device)
+    batches = validation_batches(file, batch_size, eval_sequences, device, here)
+    for tokens, targets, share in batches:
         with autocast:
-            total += model(tokens, targets)  # into our own tensor: a graph's output does not last
+            total += share * model(tokens, targets)
     model.train()
     distributed.all_reduce_sum(total)
-    return total.item() / count
+    return total.item()
 
 
 def try_step(size: int, checkpointing: str) -> torch.nn.Module:

@@ -92,12 +92,11 @@ class PlainGPT(nn.Module):
 @torch.no_grad()
 def evaluate() -> float:
     total = torch.zeros((), device=device)
-    for tokens, targets in validation_batches(
-        val_file, batch_size, eval_iters * batch_size, device
-    ):
+    n_sequences = eval_iters * batch_size  # whole batches, as F.cross_entropy needs here
+    for tokens, targets, share in validation_batches(val_file, batch_size, n_sequences, device):
         with autocast:
-            total += model(tokens, targets)
-    return total.item() / eval_iters
+            total += share * model(tokens, targets)
+    return total.item()
 
 
 def learning_rate_at(step: int) -> float:

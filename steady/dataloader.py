@@ -249,20 +249,25 @@ def validation_batches(
     n_sequences: int,
     device: torch.device,
     here: Place = ALONE,
-) -> Iterator[Batch]:
-    """The same `n_sequences` windows every time, spread evenly over the file, as full batches.
+) -> Iterator[tuple[torch.Tensor, torch.Tensor, float]]:
+    """The same `n_sequences` windows every time, spread evenly over the file: tokens, targets, and
+    which share of all windows they are, so that means of batches add up to the mean of all.
 
-    Each of N processes takes every N-th batch. All get equally many, since they may exchange
-    weights on the way; one that is left without has a batch in which no target counts (all -1).
+    Each of N processes takes every N-th batch, and all get equally many, since they may exchange
+    weights on the way. All batches are full, for the sake of compiled code: what is missing is
+    filled up with windows of which no target counts (all -1).
     """
     starts = np.linspace(0, file.n_tokens - file.block_size - 1, n_sequences).astype(np.int64)
     for first in range(0, n_sequences, here.world_size * batch_size):
         mine = starts[first + here.rank * batch_size :][:batch_size]
-        windows = file.windows(mine if len(mine) else starts[:batch_size])
+        windows = file.windows(np.resize(mine if len(mine) else starts, batch_size))
         tokens, targets = to_batch(windows, device)
-        if not len(mine):
-            targets.fill_(-1)
-        yield tokens.to(device, non_blocking=True), targets.to(device, non_blocking=True)
+        targets[len(mine) :] = -1
+        tokens, targets = (
+            tokens.to(device, non_blocking=True),
+            targets.to(device, non_blocking=True),
+        )
+        yield tokens, targets, len(mine) / n_sequences
 
 
 def to_batch(windows: np.ndarray, device: torch.device) -> Batch:

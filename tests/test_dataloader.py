@@ -110,18 +110,36 @@ def test_offset_goes_on_where_another_global_batch_stopped(ramp):
 
 def test_f23_validation_windows_are_fixed_and_divided_among_processes(ramp):
     file = TokenFile(ramp, 8, 2**16)
-    whole = [tokens for tokens, _ in validation_batches(file, 4, 32, CPU)]
-    again = [tokens for tokens, _ in validation_batches(file, 4, 32, CPU)]
+    whole = [tokens for tokens, *_ in validation_batches(file, 4, 32, CPU)]
+    again = [tokens for tokens, *_ in validation_batches(file, 4, 32, CPU)]
     assert all(map(torch.equal, whole, again))
     assert len(whole) == 8 and all(tokens.shape == (4, 8) for tokens in whole)
     starts = torch.cat(whole)[:, 0]
     assert starts[0] == 0 and starts[-1] == 1000 - 9 and (starts.diff() > 0).all()
     parts = [
-        [tokens for tokens, _ in validation_batches(file, 4, 32, CPU, Place(rank, rank, 2))]
+        [tokens for tokens, *_ in validation_batches(file, 4, 32, CPU, Place(rank, rank, 2))]
         for rank in (0, 1)
     ]
     assert len(parts[0]) == len(parts[1]) == 4
     assert torch.equal(torch.cat(parts[0] + parts[1]).sort(0).values, torch.cat(whole))
+
+
+@pytest.mark.parametrize("batch_size, processes", [(1, 1), (4, 1), (16, 1), (4, 2), (3, 4)])
+def test_f15_an_evaluation_has_the_same_windows_however_it_is_split(ramp, batch_size, processes):
+    """A finer split must not change the loss: what fills batches up does not count."""
+    file, found, shares = TokenFile(ramp, 8, 2**16), [], 0.0
+    for rank in range(processes):
+        place = Place(rank, rank, processes)
+        for tokens, targets, share in validation_batches(file, batch_size, 10, CPU, place):
+            assert tokens.shape == targets.shape == (batch_size, 8)
+            counted = (targets != -1).all(dim=1)
+            assert (
+                counted.sum() == round(10 * share) and ((targets == -1).all(dim=1) | counted).all()
+            )
+            found += tokens[counted, 0].tolist()
+            shares += share
+    assert sorted(found) == np.linspace(0, 1000 - 9, 10).astype(int).tolist()
+    assert shares == pytest.approx(1.0)
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="reads Linux's /proc")

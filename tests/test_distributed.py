@@ -199,7 +199,7 @@ def test_dropout_differs_between_processes_and_resumes_exactly(launch, tmp_path)
 def test_f23_every_process_evaluates_equally_many_batches(sums):
     file = TokenFile(sums / "val.bin", 16, 64)
     device = torch.device("cpu")
-    whole = [tokens for tokens, _ in validation_batches(file, 2, 10, device)]
+    whole = [tokens for tokens, *_ in validation_batches(file, 2, 10, device)]
     first, second = (list(validation_batches(file, 2, 10, device, Place(r, r, 2))) for r in (0, 1))
     assert len(whole) == 5 and len(first) == len(second) == 3
     assert torch.equal(torch.cat([b[0] for pair in zip(first, second, strict=True) for b in pair])

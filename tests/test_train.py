@@ -909,7 +909,10 @@ def test_f07_an_evaluation_that_does_not_fit_is_found_before_the_first_step(
 
 
 def test_f04_a_finer_split_leaves_no_shorter_last_batch(run, sums, tmp_path, monkeypatch):
-    """It would be compiled, and recorded as a CUDA graph, for its own shape."""
+    """It would be compiled, and recorded as a CUDA graph, for its own shape. And the evaluation's
+    loss stays that of its 5 sequences."""
+    five = ["--batch_size=5", "--gradient_accumulation_steps=2", "--eval_iters=1", "--max_iters=2"]
+    train(run, tmp_path / "whole", sums, *five)
     small_card(monkeypatch, sequences=2)
     forward, sizes = model_file.GPT.forward, set()
 
@@ -918,9 +921,10 @@ def test_f04_a_finer_split_leaves_no_shorter_last_batch(run, sums, tmp_path, mon
         return forward(self, tokens, targets, cache)
 
     monkeypatch.setattr(model_file.GPT, "forward", watched)
-    five = ["--batch_size=5", "--gradient_accumulation_steps=2", "--eval_iters=1"]
-    train(run, tmp_path, sums, *five, "--max_iters=2")
+    train(run, tmp_path / "split", sums, *five)
     assert sizes == {5, 2}  # the one that did not fit, and all others
+    whole, split = (evaluations(tmp_path / name)[-1] for name in ("whole", "split"))
+    assert split == pytest.approx(whole, abs=1e-6)
 
 
 def test_f15_one_sequence_too_many_tries_checkpointing(run, sums, tmp_path, monkeypatch):
