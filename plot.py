@@ -26,6 +26,7 @@ smooth = 0.05  # share of a run over which the training loss is averaged; 0: not
 paths = [argument for argument in sys.argv[1:] if not argument.startswith("-")]
 sys.argv = [sys.argv[0], *(argument for argument in sys.argv[1:] if argument.startswith("-"))]
 configure(globals(), positional="OUT_DIR")
+png += "" if Path(png).suffix else ".png"
 
 if not paths:
     raise ValueError("which runs? python plot.py OUT_DIR [OUT_DIR ...]")
