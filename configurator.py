@@ -201,10 +201,15 @@ def batch_note(script: str | Path) -> str | None:
 
 
 def schedule_note(config: dict[str, Any]) -> str | None:
-    """A line for a schedule that ends before the run; None if it does not."""
-    end, iterations = config["lr_decay_iters"], config["max_iters"]
+    """A line for a schedule that ends before the run, or its warm-up; None if it does not."""
+    end, iterations, warmup = (config[k] for k in ("lr_decay_iters", "max_iters", "warmup_iters"))
     if not config["decay_lr"] or not 0 < end < iterations:
         return None
+    if end < warmup:
+        return (
+            f"note: lr_decay_iters={end} is before the end of warm-up: the learning rate rises for "
+            f"{warmup} iterations and falls to min_lr={config['min_lr']} at once"
+        )
     return (
         f"note: the learning rate stays at min_lr={config['min_lr']} from iteration {end} to "
         f"{iterations}; --lr_decay_iters=0 makes the schedule as long as the run"

@@ -57,6 +57,8 @@ def read_runs(path: Path) -> list[dict[str, Any]]:
     if not steps and not evaluations:
         raise ValueError(f"{file} has nothing to draw (a run writes it)")
     name = path.name if file != path else file.parent.name
+    if name.startswith("_"):
+        name = f"\u200b{name}"  # matplotlib's legends leave out what begins with an underscore
     seconds, tokens = training_clock(steps + evaluations)
     positions = {"iter": range(len(seconds)), "tokens": tokens, "time": seconds}[x]
     return [{"name": name, "steps": steps, "evaluations": evaluations, "x": positions,
@@ -138,7 +140,7 @@ if reference:
     losses.axhline(reference, color="gray", linestyle="--", linewidth=1,
                    label=f"reference {reference:.2f}")  # fmt: skip
     tops.append(reference)
-if tops:
+if tops and max(tops) > losses.dataLim.y0:
     lowest = losses.dataLim.y0
     losses.set_ylim(lowest - 0.05 * (max(tops) - lowest), max(tops) + 0.05 * (max(tops) - lowest))
 losses.set_ylabel("loss (nats per token)" if logs else "validation loss (nats per token)")

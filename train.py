@@ -1,7 +1,7 @@
 """Train a GPT.
 
     python train.py config/train_shakespeare_char.py --batch_size=32
-    python train.py config/train_shakespeare_char.py --init_from=resume
+    python train.py config/train_shakespeare_char.py --batch_size=32 --init_from=resume
     torchrun --standalone --nproc_per_node=8 train.py config/train_gpt2.py
     python train.py --help
 
@@ -111,12 +111,12 @@ torch.manual_seed(seed)  # the same in every process: initial weights are not ex
 
 # -----------------------------------------------------------------------------
 # data and model: three ways to start
-data = DataSet(Path(__file__).parent / "data" / dataset, vocab_size)
+data = DataSet(dataset, vocab_size)
 asked = GPTConfig.from_settings(config, data.padded_vocab_size)
 if init_from == "scratch":
     start = checkpoint.Start(asked.settings())
 elif init_from == "resume":
-    start = checkpoint.resume(ckpt_path, asked, data.tokenizer, data.ids)
+    start = checkpoint.resume(ckpt_path, asked, data, config)
 else:
     start = convert.start_from(init_from, data, block_size, dropout)
 model_config = GPTConfig(**start.model_config)
@@ -128,8 +128,9 @@ tokenizer = from_meta(data.tokenizer) if sample_interval else None
 sequences_per_iter = batch_size * gradient_accumulation_steps
 sequences_per_process = sequences_per_iter // here.world_size
 eval_sequences = eval_iters * batch_size
-step_shape = memory.StepShape(model_config, sequences_per_process, dtype, plan, here, fp8=fp8,
-                              muon=config["optimizer"] == "muon", eval_only=eval_only)  # fmt: skip
+muon = config["optimizer"] == "muon"
+step_shape = memory.StepShape(model_config, sequences_per_process, dtype, plan, here, muon, fp8,
+                              eval_only, eval_sequences)  # fmt: skip
 require_float8(step_shape, device)
 memory.require_room(step_shape, device, auto_batch)
 hardware.prepare(device, dtype, model_config.n_embd, block_size)
@@ -162,10 +163,9 @@ log.line(raw_model.summary(data.vocab_size))
 log.line(data.summary(sequences_per_iter * block_size))
 log.settings(config, __file__)
 
+
 # -----------------------------------------------------------------------------
 # what the loop is made of
-
-
 def micro_step(model: torch.nn.Module, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     """Forward and backward; returns this micro-batch's part of the step's loss."""
     if plan.cuda_graphs:
@@ -212,22 +212,20 @@ def try_step(size: int, checkpointing: str) -> torch.nn.Module:
     return model
 
 
-def training_state(new_best: float | None = None) -> dict:
-    """The content of ckpt.pt, all that is needed to go on bit for bit; of best.pt if `new_best`."""
-    state = {
-        "model": raw_model.state_dict(),
-        "model_config": model_config.settings(),
-        "config": config,
-        "tokenizer": data.tokenizer,
-        "pretrained_dtype": pretrained_dtype,
-        "iter_num": iter_num,
-        "best_val_loss": best_val_loss if new_best is None else new_best,
-        "data_ids": data.ids,
-    }
-    return state if new_best is not None else state | {
-        "optimizer": optimizer.state_dict(),
-        "scaler": scaler.state_dict(),
-        "sequences": loader.position(iter_num),
+def weights(best: float) -> dict:
+    """The content of best.pt: all that sampling and converting need."""
+    return {
+        "model": raw_model.state_dict(), "model_config": model_config.settings(), "config": config,
+        "tokenizer": data.tokenizer, "pretrained_dtype": pretrained_dtype, "iter_num": iter_num,
+        "best_val_loss": best,
+    }  # fmt: skip
+
+
+def training_state() -> dict:
+    """The content of ckpt.pt: all that is needed to go on bit for bit."""
+    return weights(best_val_loss) | {
+        "optimizer": optimizer.state_dict(), "scaler": scaler.state_dict(),
+        "sequences": loader.position(iter_num), "data_ids": data.ids,
     }  # fmt: skip
 
 
@@ -242,7 +240,7 @@ wanted = memory.Split(batch_size, activation_checkpointing)
 fit = memory.fit(try_step, step_shape, wanted, device, auto_batch)
 model, batch_size = fit.model, fit.split.batch_size  # both used by evaluate
 gradient_accumulation_steps = sequences_per_iter // batch_size
-log.line(fit.report(sequences_per_iter))
+log.line(fit.report(step_shape))
 loader = DataLoader(train_file, batch_size, gradient_accumulation_steps, seed, device, here,
                     data_offset)  # fmt: skip
 
@@ -272,11 +270,13 @@ while True:
         log.evaluation({"iter": iter_num} | losses, time.perf_counter() - began, better)
         if eval_only:
             break
-        if better and try_save(best_path, training_state(losses["val_loss"])):
+        if better and try_save(best_path, weights(losses["val_loss"])):
             best_val_loss = losses["val_loss"]
         if iter_num > 0 and (better or always_save_checkpoint):
             saved_iter = iter_num if try_save(ckpt_path, training_state()) else None
         log.restart_clock(iter_num)  # evaluation is not training time
+    if 0 < iter_num == optim.decay_start(config) and always_save_checkpoint and not stopping:
+        try_save(out_path / "before_decay.pt", training_state())  # a longer run can begin here
     if sample_interval and iter_num % sample_interval == 0 and iter_num > 0 and not stopping:
         with autocast:
             text = sample_while_training(raw_model, val_file.beginning(8), tokenizer, seed)

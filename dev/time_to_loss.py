@@ -141,6 +141,10 @@ def run(job: dict[str, Any], command: list[str], seed: str, folder: Path) -> Non
          "val_loss": round(e["val_loss"], 5)}
         for e in entries if e.get("val_loss") is not None
     ]  # fmt: skip
+    if len(curve) < 2:
+        failures.append(f"{job['recipe']}: evaluated {len(curve)} times, too few for a curve")
+        print(f"{job['recipe']}, seed {seed}: failed", flush=True)
+        return
     cuda = torch.cuda.is_available() and device != "cpu"
     line = job | {
         "size": size, "data": Path(data).resolve().name, "seed": int(seed),

@@ -20,13 +20,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from steady import distributed
 from steady.distributed import Place
 from steady.folder import hold, last_set_aside, whole_file
-from steady.optim import AdamW, load_state
+from steady.optim import AdamW, decay_start, learning_rate_at, load_state
 from steady.tokenizer import check_meta
 
 import torch
 from torch import Tensor, nn
 
 if TYPE_CHECKING:
+    from steady.dataloader import DataSet
+
     from model import GPTConfig
 
 FORMAT = 1  # raised when a checkpoint's layout changes
@@ -34,7 +36,9 @@ FORMAT = 1  # raised when a checkpoint's layout changes
 WEIGHTS_ONLY = {  # what best.pt holds, and of which type
     "model": dict, "model_config": dict, "tokenizer": dict, "iter_num": int, "best_val_loss": float,
 }  # fmt: skip
-EVERYTHING = WEIGHTS_ONLY | {"optimizer": dict, "scaler": dict, "sequences": int}  # ckpt.pt
+EVERYTHING = WEIGHTS_ONLY | {  # what ckpt.pt holds
+    "config": dict, "optimizer": dict, "scaler": dict, "sequences": int,
+}  # fmt: skip
 
 
 def save(path: Path, content: dict[str, Any]) -> None:
@@ -254,14 +258,14 @@ class Start(NamedTuple):
     scaler: dict[str, Any] | None = None
 
 
-def resume(path: Path, asked: GPTConfig, tokenizer: dict[str, Any], ids: dict[str, str]) -> Start:
+def resume(path: Path, asked: GPTConfig, data: DataSet, config: dict[str, Any]) -> Start:
     """Where the run that wrote `path` was.
 
     Args:
         asked: the architecture that the settings ask for. It must be the checkpoint's, except for
             dropout; where it once came with pretrained weights, it still does.
-        tokenizer: the data set's.
-        ids: of its files. The lowest loss on another val.bin is no bar for this one.
+        data: its tokenizer must be the checkpoint's. The lowest loss of other windows is no bar.
+        config: train.py's settings.
     """
     saved, model_config = load(path, EVERYTHING), asked.settings()
     architecture(saved, type(asked), path)
@@ -271,18 +275,30 @@ def resume(path: Path, asked: GPTConfig, tokenizer: dict[str, Any], ids: dict[st
         model_config = saved["model_config"] | own
     check_same_model(
         saved["model_config"] | {"tokenizer": saved["tokenizer"]},
-        model_config | {"tokenizer": tokenizer},
+        model_config | {"tokenizer": data.tokenizer},
         path,
     )
-    best_val_loss = saved["best_val_loss"]
-    others = [name for name, was in saved.get("data_ids", {}).items() if ids.get(name) != was]
-    if "val.bin" in others:
+    before = config | saved["config"]
+    best_val_loss, notes = saved["best_val_loss"], []
+    others = [name for name, was in saved.get("data_ids", {}).items() if data.ids.get(name) != was]
+    if "train.bin" in others:
+        notes.append("train.bin is not the one of the checkpoint: the run reads other text now")
+    evaluated, was_evaluated = (c["eval_iters"] * c["batch_size"] for c in (config, before))
+    if "val.bin" in others or evaluated != was_evaluated:
         best_val_loss = math.inf
-    meaning = {
-        "train.bin": "the run reads other text now", "val.bin": "its best loss does not count",
-    }  # fmt: skip
-    for name in others if distributed.this_process().master else ():
-        print(f"note: {name} is not the one of the checkpoint: {meaning[name]}")
+        what = "val.bin is not the one" if "val.bin" in others else (
+            f"evaluations of {evaluated} sequences (eval_iters x batch_size) are not those"
+        )  # fmt: skip
+        notes.append(f"{what} of the checkpoint: its best loss does not count")
+    rate, was_rate = (learning_rate_at(saved["iter_num"], c) for c in (config, before))
+    start = decay_start(before)
+    if start is not None and saved["iter_num"] > start and rate > was_rate:
+        notes.append(
+            f"the learning rate rises from {was_rate:.2e} to {rate:.2e}, since the checkpoint lies "
+            f"in its run's decay; before_decay.pt (copied to ckpt.pt) does not"
+        )
+    for note in notes if distributed.this_process().master else ():
+        print(f"note: {note}")
     return Start(
         model_config,
         saved["model"],

@@ -31,6 +31,12 @@ GPT2_VOCAB_SIZE = 50304  # of nanoGPT's bare .bin files: 50257, padded
 SCAN_TOKENS = 2**28  # ids checked when a file is opened; what lies beyond is checked as it is read
 
 
+def find_folder(dataset: str | Path) -> Path:
+    """The folder of that name in data/, else the path itself if there is one."""
+    inside = Path(__file__).parents[1] / "data" / dataset
+    return inside if inside.exists() or not Path(dataset).is_dir() else Path(dataset)
+
+
 def read_meta(folder: Path) -> dict[str, Any]:
     """The data set's meta.json, or an empty dict for nanoGPT's bare .bin files.
 
@@ -42,8 +48,7 @@ def read_meta(folder: Path) -> dict[str, Any]:
         raise ValueError(
             f"no data set at {folder} (train.bin is missing): "
             + (f"run python {shlex.quote(str(prepare))}" if prepare.exists() else
-               "see data/ for the ones there are, "
-               "write a path elsewhere in full, or make one of your own text with "
+               "see data/ for the ones there are, or make one of your own text with "
                "python data/text/prepare.py --input=FILE")
         )  # fmt: skip
     path = folder / "meta.json"
@@ -66,13 +71,15 @@ class DataSet:
     """A folder with train.bin and val.bin, and what its meta.json says of them.
 
     Args:
+        name: of a folder in data/, or a path.
         vocab_size: the model's vocabulary, 0 for the data set's own, rounded up to a multiple of 64
             (matrix kernels are faster so).
 
     Raises ValueError, with the command to run, when it is not there.
     """
 
-    def __init__(self, folder: Path, vocab_size: int = 0):
+    def __init__(self, name: str | Path, vocab_size: int = 0):
+        folder = find_folder(name)
         self.folder, self.meta = folder, read_meta(folder)
         self.vocab_size = self.meta.get("vocab_size", vocab_size or GPT2_VOCAB_SIZE)
         self.padded_vocab_size = vocab_size or math.ceil(self.vocab_size / 64) * 64
@@ -272,8 +279,8 @@ def validation_batches(
 
 def to_batch(windows: np.ndarray, device: torch.device) -> Batch:
     """Tokens and, one position later, targets; in page-locked memory if the device is a GPU."""
-    ids = torch.from_numpy(windows)
-    tokens, targets = ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
+    # copies: of one window the two would lie in the same memory
+    tokens, targets = map(torch.from_numpy, (windows[:, :-1].copy(), windows[:, 1:].copy()))
     if device.type == "cuda":
         tokens, targets = tokens.pin_memory(), targets.pin_memory()
     return tokens, targets

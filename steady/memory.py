@@ -57,6 +57,7 @@ class StepShape(NamedTuple):
     muon: bool = False
     fp8: bool = False
     eval_only: bool = False  # no step is taken, only its micro-batches are evaluated
+    eval_sequences: int = 0  # of all processes
 
     @property
     def n_params(self) -> int:
@@ -86,17 +87,14 @@ class Fit(NamedTuple):
     warning: str = ""  # why the model is not compiled, though it was to be
     graphs: str = ""  # what CUDA graphs were recorded
 
-    def report(self, sequences: int) -> str:
-        """What to tell the user about a global batch of so many sequences."""
+    def report(self, step: StepShape) -> str:
+        """What to tell the user."""
         line = f"{self.warning}{self.graphs}memory {describe(self.memory)}, by estimate"
         if not self.reason:
             return line
-        batch_size, kind = self.split
         return (
-            f"{self.reason}: going on with --batch_size={batch_size} "
-            f"--gradient_accumulation_steps={sequences // batch_size} "
-            f"--activation_checkpointing={kind}, the same global batch; these flags make it "
-            f"permanent\n{line}"
+            f"{self.reason}: going on with {' '.join(flags(step, self.split))}, the same global "
+            f"batch; these flags make it permanent\n{line}"
         )
 
 
@@ -295,14 +293,20 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 def flags_for_less(step: StepShape, split: Split) -> list[str]:
     """The settings that split a step further than `split`; none if that is not possible."""
-    for size, kind in splits_to_try(step, split, math.inf)[1:2]:
-        flags = [f"--batch_size={size}"]
-        total = step.sequences * step.here.world_size
-        flags.append(f"--gradient_accumulation_steps={total // size}")
-        if kind != split.activation_checkpointing:
-            flags.append(f"--activation_checkpointing={kind}")
-        return flags
-    return []
+    further = splits_to_try(step, split, math.inf)[1:2]
+    return flags(step, further[0]) if further else []
+
+
+def flags(step: StepShape, split: Split) -> list[str]:
+    """The settings that split `step` so, with the same global batch and evaluations as large."""
+    size, kind = split
+    total = step.sequences * step.here.world_size
+    return [
+        f"--batch_size={size}",
+        f"--gradient_accumulation_steps={total // size}",
+        f"--activation_checkpointing={kind}",
+        f"--eval_iters={math.ceil(step.eval_sequences / size)}",
+    ]
 
 
 def num_params(config: GPTConfig) -> int:

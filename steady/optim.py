@@ -271,12 +271,21 @@ def learning_rate_at(step: int, config: dict[str, Any]) -> float:
         return peak
     if step >= end:
         return floor
-    if config["lr_schedule"] == "cosine":
+    start = decay_start(config)
+    if start is None:
         shape = 0.5 * (1.0 + math.cos(math.pi * (step - warmup) / (end - warmup)))
     else:
-        start = max(warmup, end - round(config["decay_fraction"] * end))
         shape = 1.0 - math.sqrt((step - start) / (end - start)) if step > start else 1.0
     return floor + shape * (peak - floor)
+
+
+def decay_start(config: dict[str, Any]) -> int | None:
+    """The step at which wsd's decay begins: a run can be prolonged from a state that is no later.
+    None for schedules that always fall, or never."""
+    if config["lr_schedule"] != "wsd" or not config["decay_lr"]:
+        return None
+    end = config["lr_decay_iters"] or config["max_iters"]
+    return max(config["warmup_iters"], end - round(config["decay_fraction"] * end))
 
 
 def set_schedule(optimizer: AdamW, step: int, config: dict[str, Any]) -> float:

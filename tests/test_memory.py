@@ -66,7 +66,7 @@ def test_the_first_split_that_fits_is_taken_and_processes_agree(monkeypatch):
     found = fit(try_step, gpt2_step(8), Split(8, "none"), CPU)
     assert found.split == (2, "none") and found.model == "the model"
     assert try_step.tried == [8, 4, 2]
-    assert "out of memory: going on with --batch_size=2 --grad" in found.report(8)
+    assert "out of memory: going on with --batch_size=2 --grad" in found.report(gpt2_step(8))
     answers = iter([True, False, False])  # another process runs out where this one does not
     monkeypatch.setattr(distributed, "any_process", lambda failed: next(answers))
     found = fit(runs_out_above(8), gpt2_step(2), Split(2, "none"), CPU)

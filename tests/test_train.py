@@ -745,6 +745,41 @@ def test_the_log_names_what_differs_from_the_defaults_and_the_checkpoint_has_all
     assert not {"n_kv_head", "n_hidden", "vocab_size"} & named.keys()  # found out, not set
 
 
+def test_f25_an_evaluation_of_other_windows_begins_the_best_loss_anew(run, sums, tmp_path):
+    """A loss of a few easy windows is no progress."""
+    train(run, tmp_path, sums, "--max_iters=10", "--eval_interval=10")
+    resume = "--init_from=resume", "--max_iters=20", "--eval_interval=10"
+    shown = train(run, tmp_path, sums, *resume, "--eval_iters=1")
+    assert "note: evaluations of 4 sequences (eval_iters x batch_size) are not those of" in shown
+    same = "--batch_size=2", "--gradient_accumulation_steps=2", "--max_iters=30"
+    assert "note: evaluations" not in train(run, tmp_path, sums, *resume, *same)
+
+
+def test_f22_a_run_is_prolonged_from_before_its_decay(run, sums, tmp_path):
+    """It is as if it had been longer from the start. From its end the rate jumps, and a line says
+    so."""
+    wsd = "--lr_schedule=wsd", "--decay_fraction=0.5", "--lr_decay_iters=0", "--warmup_iters=0"
+    longer = "--init_from=resume", "--max_iters=12"
+    train(run, tmp_path / "whole", sums, *wsd, "--max_iters=12")
+    shown = train(run, tmp_path / "parts", sums, *wsd, "--max_iters=8")
+    assert "before_decay" not in shown
+    checkpoints = tmp_path / "parts"
+    assert checkpoint.load(checkpoints / "before_decay.pt")["iter_num"] == 4
+    shutil.copytree(checkpoints, tmp_path / "late")
+    shown = train(run, tmp_path / "late", sums, *wsd, *longer)
+    assert "note: the learning rate rises from 6.00e-05 to 4.26e-03, since the checkpoint" in shown
+    os.replace(checkpoints / "before_decay.pt", checkpoints / "ckpt.pt")
+    assert "rises" not in train(run, checkpoints, sums, *wsd, *longer)
+    assert losses(checkpoints) == losses(tmp_path / "whole")
+
+
+def test_a_data_set_is_a_folder_in_data_or_a_path(run, sums, tmp_path, monkeypatch):
+    monkeypatch.chdir(sums.parent)
+    train(run, tmp_path, sums.name, "--max_iters=1")
+    with pytest.raises(ValueError, match=r"no data set at .*data/nowhere \(train.bin is missing"):
+        train(run, tmp_path, "nowhere", "--max_iters=1")
+
+
 def test_the_end_says_how_much_was_seen_and_where_the_best_is(run, sums, tmp_path):
     shown = train(run, tmp_path, sums, "--eval_interval=5")
     best = checkpoint.load(tmp_path / "best.pt")["best_val_loss"]
