@@ -120,6 +120,17 @@ def test_a_comparison_that_is_ended_leaves_nothing_behind(fork, sums, tmp_path):
     assert not Path(f"/proc/{child}").exists() and not metrics.exists()
 
 
+def test_time_to_loss_writes_no_curve_of_a_run_that_is_never_evaluated(run, sums, tmp_path):
+    """Every later table of that file would fail on it."""
+    with pytest.raises(SystemExit, match="a: evaluated 0 times, too few for a curve"):
+        run(
+            "dev/time_to_loss.py", f"--data={sums}", "--size=tiny", "--block_size=16",
+            "--micro_batch=4", "--eval_windows=8", "--device=cpu", "--compile=False",
+            f"--out={tmp_path}/runs.jsonl", "--ours=a: --max_iters=2 --eval_interval=0",
+        )  # fmt: skip
+    assert not (tmp_path / "runs.jsonl").exists()
+
+
 def test_time_to_loss_refuses_wrong_flags_before_any_run(run):
     with pytest.raises(ValueError, match="unknown setting '--muon_rl=1'"):
         run("dev/time_to_loss.py", "--ours=--muon_rl=1")

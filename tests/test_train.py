@@ -847,6 +847,8 @@ def test_a_schedule_shorter_than_the_run_is_said(run, sums, tmp_path):
         "makes the schedule as long as the run\n"
     ) in shown
     assert "note:" not in train(run, tmp_path / "as_long", sums, "--max_iters=4")
+    wrong = "--max_iters=4", "--lr_decay_iters=1", "--warmup_iters=3"
+    assert "note: lr_decay_iters=1 is before the end" in train(run, tmp_path / "w", sums, *wrong)
 
 
 # ---- watching and debugging -------------------------------------------------------------------
