@@ -35,7 +35,7 @@ class GPTConfig:
     n_kv_head: int = 0  # key/value heads; 0: as many as n_head
     n_embd: int = 768
     n_hidden: int = 0  # width of the MLP; 0: 8/3 n_embd, rounded up to a multiple of 64
-    head_dim: int = 0  # width of a head; 0: n_embd / n_head, else only in pretrained models
+    head_dim: int = 0  # width of a head; 0: n_embd / n_head (some pretrained models have others)
     dropout: float = 0.0
     rope_theta: float = 10000.0
     norm_eps: float = 1e-5
@@ -149,7 +149,7 @@ class Attention(nn.Module):
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         dropout = self.dropout if self.training else 0.0
         if self.cudnn:
-            # By name, since compiled code from torch's cache ignores the context manager
+            # The operator itself, since code from torch.compile's cache ignores the context manager
             # sdpa_kernel. It groups heads by itself. After v: attn_bias, compute_log_sumexp,
             # dropout_p, is_causal.
             attention = torch.ops.aten._scaled_dot_product_cudnn_attention

@@ -33,7 +33,7 @@ from model import GPT, GPTConfig
 out_dir = "out"  # folder of the checkpoints and metrics.jsonl
 init_from = "scratch"  # scratch, resume (out_dir/ckpt.pt), or a Hugging Face model's folder or id
 eval_interval = 2000  # iterations between evaluations; 0: never
-eval_iters = 200  # batches per evaluation and split, batch_size sequences each, always the same
+eval_iters = 200  # batches of each split in an evaluation, always the same sequences
 eval_only = False  # evaluate once and exit
 log_interval = 1  # iterations between log lines
 sample_interval = 0  # iterations between printed samples; 0: none
@@ -68,7 +68,7 @@ beta1 = 0.9  # AdamW (also beside Muon): decay of the gradient's running mean
 beta2 = 0.95  # AdamW (also beside Muon): decay of its square's running mean
 grad_clip = 1.0  # largest gradient norm; 0.0: no clipping
 # learning-rate schedule
-lr_schedule = "cosine"  # cosine, or wsd: warm-up, stable, decay
+lr_schedule = "cosine"  # cosine, or wsd: warm-up, stable, decay as 1 - sqrt
 decay_lr = True  # False: constant after warm-up
 warmup_iters = 2000  # iterations of linear warm-up
 lr_decay_iters = 0  # iteration at which min_lr is reached; 0: max_iters
@@ -88,7 +88,7 @@ memory_snapshot = False  # write out_dir/memory.pickle, the GPU memory's history
 
 config = configure(globals())
 auto_batch = batch_size == "auto"
-if auto_batch:  # only how the batch is split; config file and defaults say how large it is
+if auto_batch:  # changes only the split: the global batch is that of config file and defaults
     batch_size = config["batch_size"] = without_auto(__file__, "batch_size")
 
 # -----------------------------------------------------------------------------
@@ -120,7 +120,7 @@ elif init_from == "resume":
 else:
     start = convert.start_from(init_from, data, block_size, dropout)
 model_config = GPTConfig(**start.model_config)
-config |= {key: size for key, size in start.model_config.items() if key in config}  # chosen for 0
+config |= {key: size for key, size in start.model_config.items() if key in config}  # instead of 0
 train_file, val_file = data.open(block_size, model_config.vocab_size)
 tokenizer = from_meta(data.tokenizer) if sample_interval else None
 
@@ -167,7 +167,7 @@ log.settings(config, __file__)
 # -----------------------------------------------------------------------------
 # what the loop is made of
 def micro_step(model: torch.nn.Module, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Forward and backward; returns this micro-batch's part of the step's loss."""
+    """Forward and backward of one of all processes' micro-batches; returns its part of the loss."""
     if plan.cuda_graphs:
         torch.compiler.cudagraph_mark_step_begin()  # the last output may be overwritten now
     with autocast:

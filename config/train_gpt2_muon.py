@@ -5,10 +5,10 @@
     python train.py config/train_gpt2_muon.py --max_iters=2000
 
 On 53M tokens of English manuals its 640 iterations come to a validation loss of 2.18 to 2.19; a
-plain GPT-2 with AdamW takes 131 s to 2.21 and 2.24. On Python it takes --max_iters=740 to pass the
-plain one, a fifth of the time. The rate is the best of 3e-3, 4e-3, 5e-3 and 6e-3, the batch of 8,
-12, 16 and 32 sequences. docs/choosing.md says what each part is worth. Longer runs were not
-measured; for billions of tokens train_openwebtext.py has a larger batch.
+plain GPT-2 with AdamW takes 131 to 133 s to 2.21 and 2.24. On Python it takes --max_iters=740 to
+pass the plain one, in a fifth of its time. The rate is the best of 3e-3, 4e-3, 5e-3 and 6e-3, the
+batch of 8, 12, 16 and 32 sequences. docs/choosing.md says what each part is worth. Longer runs were
+not measured; for billions of tokens train_openwebtext.py has a larger batch.
 """
 
 out_dir = "out-gpt2-muon"

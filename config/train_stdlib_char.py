@@ -4,8 +4,8 @@
     python train.py config/train_stdlib_char.py
     python sample.py --out_dir=out-stdlib-char --start="def "
 
-4 to 5 minutes on two CPU cores, of which compiling takes the first; validation loss 1.19, where
-token frequencies alone give 3.10. The learning rate is the best of 4e-3, 6e-3 and 9e-3. AdamW came
+4 to 5 minutes on two CPU cores, the first of which is compiling; validation loss 1.19, where token
+frequencies alone give 3.10. The learning rate is the best of 4e-3, 6e-3 and 9e-3. AdamW came
 to 1.30 in 3:51, uncompiled.
 """
 

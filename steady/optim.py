@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 from steady import muon
 from steady.distributed import (
@@ -39,14 +39,21 @@ class AdamW(torch.optim.AdamW):
         return has_complex
 
 
+class Stack(NamedTuple):
+    """n matrices of one kind, which Muon treats together; their own states are slices of these."""
+
+    parameters: list[nn.Parameter]
+    momentum: Tensor  # (n, rows, columns) that this process has
+    row_mean_square: Tensor  # (n, rows, 1)
+    head_dim: int  # rows that are made orthogonal on their own; 0: all of a matrix
+
+
 class Muon(AdamW):
     """Muon for the groups that are marked `muon`, AdamW for the others (see muon.py).
 
     head_dims: of the parameters whose heads are made orthogonal one by one, the rows of a head.
 
-    The state of all matrices of one kind is one tensor, and each matrix's state a slice of it:
-    `stacks` lists parameters, momentum, mean squares of rows, and the rows of a head. Updates are
-    made orthogonal in bfloat16 if the model computes in bfloat16, else in float32.
+    Updates are made orthogonal in bfloat16 if the model computes in bfloat16, else in float32.
     """
 
     @torch.no_grad()
@@ -71,7 +78,7 @@ class Muon(AdamW):
             # the mean square of a row of an orthogonal matrix, so the average needs no warm-up
             rows, columns = parameters[0].shape
             row = torch.full_like(momentum[:, :, :1], 1.0 / max(head_dim or rows, columns))
-            self.stacks.append((parameters, momentum, row, head_dim))
+            self.stacks.append(Stack(parameters, momentum, row, head_dim))
             for parameter, own, own_row in zip(parameters, momentum, row, strict=True):
                 self.state[parameter] = {
                     "momentum": shard_from_local(own, parameter),
@@ -85,7 +92,7 @@ class Muon(AdamW):
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
         super().step()
-        group, device = self.muon_group, self.stacks[0][1].device
+        group, device = self.muon_group, self.stacks[0].momentum.device
         # tensors, since code compiled for numbers would be compiled anew for every new one
         lr, momentum, decay = torch.tensor(
             [group["lr"], group["momentum"], group["lr"] * group["weight_decay"]]
