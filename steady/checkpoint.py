@@ -278,7 +278,30 @@ def resume(path: Path, asked: GPTConfig, data: DataSet, config: dict[str, Any]) 
         model_config | {"tokenizer": data.tokenizer},
         path,
     )
-    before = config | saved["config"]
+    best_val_loss, notes = what_changed(saved, data, config)
+    for note in notes if distributed.this_process().master else ():
+        print(f"note: {note}")
+    return Start(
+        model_config,
+        saved["model"],
+        pretrained_dtype,
+        saved["iter_num"],
+        best_val_loss,
+        saved["sequences"],
+        saved["optimizer"],
+        saved["scaler"],
+    )
+
+
+def what_changed(
+    saved: dict[str, Any], data: DataSet, config: dict[str, Any]
+) -> tuple[float, list[str]]:
+    """The loss that is the best so far in a run that goes on from `saved`, and what a user may not
+    have meant to change."""
+    before = config | {
+        name: value for name, value in saved["config"].items()
+        if type(value) is type(config.get(name))
+    }  # fmt: skip
     best_val_loss, notes = saved["best_val_loss"], []
     others = [name for name, was in saved.get("data_ids", {}).items() if data.ids.get(name) != was]
     if "train.bin" in others:
@@ -297,18 +320,7 @@ def resume(path: Path, asked: GPTConfig, data: DataSet, config: dict[str, Any]) 
             f"the learning rate rises from {was_rate:.2e} to {rate:.2e}, since the checkpoint lies "
             f"in its run's decay; before_decay.pt (copied to ckpt.pt) does not"
         )
-    for note in notes if distributed.this_process().master else ():
-        print(f"note: {note}")
-    return Start(
-        model_config,
-        saved["model"],
-        pretrained_dtype,
-        saved["iter_num"],
-        best_val_loss,
-        saved["sequences"],
-        saved["optimizer"],
-        saved["scaler"],
-    )
+    return best_val_loss, notes
 
 
 def check_same_model(saved: dict[str, Any], current: dict[str, Any], path: Path) -> None:
