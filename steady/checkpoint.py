@@ -1,7 +1,8 @@
 """Checkpoints: written atomically, read without running any code they might hold.
 
-`ckpt.pt` holds all that is needed to go on bit for bit; `best.pt` only weights, configuration and
-tokenizer of the lowest validation loss.
+`ckpt.pt` holds all that is needed to go on bit for bit, `before_decay.pt` the same from when the
+rate began to fall; `best.pt` only weights, configuration and tokenizer of the lowest validation
+loss.
 """
 
 from __future__ import annotations
@@ -176,6 +177,7 @@ def what_else(path: Path) -> str:
     before = last_set_aside(path.parent)
     uses = {
         path.parent / "ckpt.pt": "--ckpt=ckpt.pt",
+        path.parent / "before_decay.pt": "copied to ckpt.pt, a run goes on from it",
         path.parent / "best.pt": "weights only: for sample.py and convert.py",
         before / "ckpt.pt": f"the run before: --out_dir={shlex.quote(str(before))}",
     }

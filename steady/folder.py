@@ -17,7 +17,7 @@ try:
 except ImportError:  # Windows
     fcntl = None
 
-FILES = ("ckpt.pt", "best.pt", "metrics.jsonl")
+FILES = ("ckpt.pt", "before_decay.pt", "best.pt", "metrics.jsonl")
 TEMPORARY = re.compile(
     rf"({'|'.join(map(re.escape, FILES))})\.[0-9a-f]{{8}}\.tmp"
 )  # see whole_file

@@ -771,6 +771,8 @@ def test_f22_a_run_is_prolonged_from_before_its_decay(run, sums, tmp_path):
     os.replace(checkpoints / "before_decay.pt", checkpoints / "ckpt.pt")
     assert "rises" not in train(run, checkpoints, sums, *wsd, *longer)
     assert losses(checkpoints) == losses(tmp_path / "whole")
+    train(run, tmp_path / "late", sums, "--max_iters=1")  # another run: it overwrites nothing
+    assert checkpoint.load(tmp_path / "late" / "previous" / "before_decay.pt")["iter_num"] == 4
 
 
 def test_a_data_set_is_a_folder_in_data_or_a_path(run, sums, tmp_path, monkeypatch):
