@@ -205,10 +205,11 @@ def schedule_note(config: dict[str, Any]) -> str | None:
     end, iterations, warmup = (config[k] for k in ("lr_decay_iters", "max_iters", "warmup_iters"))
     if not config["decay_lr"] or not 0 < end < iterations:
         return None
-    if end < warmup:
+    if end <= warmup:
+        then = f", then it is min_lr={config['min_lr']}" if warmup < iterations else ""
         return (
-            f"note: lr_decay_iters={end} is before the end of warm-up: the learning rate rises for "
-            f"{warmup} iterations and falls to min_lr={config['min_lr']} at once"
+            f"note: lr_decay_iters={end} is no later than the end of warm-up: the learning rate "
+            f"rises until iteration {min(warmup, iterations)}{then}"
         )
     return (
         f"note: the learning rate stays at min_lr={config['min_lr']} from iteration {end} to "

@@ -57,8 +57,6 @@ def read_runs(path: Path) -> list[dict[str, Any]]:
     if not steps and not evaluations:
         raise ValueError(f"{file} has nothing to draw (a run writes it)")
     name = path.name if file != path else file.parent.name
-    if name.startswith("_"):
-        name = f"\u200b{name}"  # matplotlib's legends leave out what begins with an underscore
     seconds, tokens = training_clock(steps + evaluations)
     positions = {"iter": range(len(seconds)), "tokens": tokens, "time": seconds}[x]
     return [{"name": name, "steps": steps, "evaluations": evaluations, "x": positions,
@@ -110,6 +108,8 @@ colors: dict[str, str] = {}  # runs of one name, several seeds perhaps, look ali
 tops = []
 for run in runs:
     name, steps = run["name"], run["steps"]
+    if name.startswith("_"):
+        name = f"\u200b{name}"  # matplotlib's legends leave out what begins with an underscore
     first = name not in colors
     color = colors.setdefault(name, f"C{len(colors) % 10}")
     at = [run["x"][e["iter"]] / scale for e in steps]

@@ -37,7 +37,7 @@ eval_iters = 200  # batches of each split in an evaluation, always the same sequ
 eval_only = False  # evaluate once and exit
 log_interval = 1  # iterations between log lines
 sample_interval = 0  # iterations between printed samples; 0: none
-always_save_checkpoint = True  # ckpt.pt at every evaluation; False: at better ones, at the end
+always_save_checkpoint = True  # at every evaluation and before a decay; False: at better ones, last
 # wandb
 wandb_log = False  # log to Weights & Biases too (WANDB_MODE=offline needs no account)
 wandb_project = "owt"  # its project
@@ -234,8 +234,7 @@ profiler = Profiler(out_path, here.master, profile, memory_snapshot, max_iters -
 stop_request = StopRequest(here.world_size == 1, announce=here.master, saves=not eval_only)
 
 # -----------------------------------------------------------------------------
-# find out whether a step fits into memory, and split it further if not: the same global batch,
-# the same data, the same loss curve
+# find out whether a step fits into memory; if not, split it further: the same loss curve
 wanted = memory.Split(batch_size, activation_checkpointing)
 fit = memory.fit(try_step, step_shape, wanted, device, auto_batch)
 model, batch_size = fit.model, fit.split.batch_size  # both used by evaluate
@@ -276,7 +275,8 @@ while True:
             saved_iter = iter_num if try_save(ckpt_path, training_state()) else None
         log.restart_clock(iter_num)  # evaluation is not training time
     if 0 < iter_num == optim.decay_start(config) and always_save_checkpoint and not stopping:
-        try_save(out_path / "before_decay.pt", training_state())  # a longer run can begin here
+        try_save(out_path / "before_decay.pt", training_state(), overwrite=False)  # to prolong it
+        log.restart_clock(iter_num)
     if sample_interval and iter_num % sample_interval == 0 and iter_num > 0 and not stopping:
         with autocast:
             text = sample_while_training(raw_model, val_file.beginning(8), tokenizer, seed)

@@ -67,12 +67,15 @@ def try_save(
     here: Place,
     say: Callable[[str], None],
     last: bool = False,
+    overwrite: bool = True,
 ) -> bool:
     """`save` what all processes hold together; every one of them must call it.
 
     A save that fails is no reason to end a run: it is said, and False returned on every process.
     If it is the `last`, it goes to the folder for temporary files then.
     """
+    if not overwrite and distributed.any_process(path.exists()):
+        return True
     failed, content = False, distributed.gather_full(content)
     try:
         if here.master:
@@ -280,7 +283,7 @@ def resume(path: Path, asked: GPTConfig, data: DataSet, config: dict[str, Any]) 
         model_config | {"tokenizer": data.tokenizer},
         path,
     )
-    best_val_loss, notes = what_changed(saved, data, config)
+    best_val_loss, notes = what_changed(saved, data, config, path)
     for note in notes if distributed.this_process().master else ():
         print(f"note: {note}")
     return Start(
@@ -296,13 +299,13 @@ def resume(path: Path, asked: GPTConfig, data: DataSet, config: dict[str, Any]) 
 
 
 def what_changed(
-    saved: dict[str, Any], data: DataSet, config: dict[str, Any]
+    saved: dict[str, Any], data: DataSet, config: dict[str, Any], path: Path
 ) -> tuple[float, list[str]]:
     """The loss that is the best so far in a run that goes on from `saved`, and what a user may not
     have meant to change."""
     before = config | {
         name: value for name, value in saved["config"].items()
-        if type(value) is type(config.get(name))
+        if type(value) is type(config.get(name)) and not (value != value or value == math.inf)
     }  # fmt: skip
     best_val_loss, notes = saved["best_val_loss"], []
     others = [name for name, was in saved.get("data_ids", {}).items() if data.ids.get(name) != was]
@@ -316,12 +319,12 @@ def what_changed(
         )  # fmt: skip
         notes.append(f"{what} of the checkpoint: its best loss does not count")
     rate, was_rate = (learning_rate_at(saved["iter_num"], c) for c in (config, before))
-    start = decay_start(before)
-    if start is not None and saved["iter_num"] > start and rate > was_rate:
-        notes.append(
-            f"the learning rate rises from {was_rate:.2e} to {rate:.2e}, since the checkpoint lies "
-            f"in its run's decay; before_decay.pt (copied to ckpt.pt) does not"
+    start, stable = decay_start(before), path.with_name("before_decay.pt")
+    if start is not None and start < saved["iter_num"] < config["max_iters"] and rate > was_rate:
+        note = (
+            f"the learning rate rises from {was_rate:.2e} to {rate:.2e} after its decay had begun"
         )
+        notes.append(note + (f"; {stable} is from before it" if stable.exists() else ""))
     return best_val_loss, notes
 
 

@@ -31,10 +31,13 @@ GPT2_VOCAB_SIZE = 50304  # of nanoGPT's bare .bin files: 50257, padded
 SCAN_TOKENS = 2**28  # ids checked when a file is opened; what lies beyond is checked as it is read
 
 
-def find_folder(dataset: str | Path) -> Path:
-    """The folder of that name in data/, else the path itself if there is one."""
-    inside = Path(__file__).parents[1] / "data" / dataset
-    return inside if inside.exists() or not Path(dataset).is_dir() else Path(dataset)
+def find_folder(dataset: str) -> Path:
+    """A folder with train.bin: of that name in data/, else at that path. A path that begins with a
+    dot is looked at first."""
+    places = [Path(__file__).parents[1] / "data" / dataset, Path(dataset)]
+    if str(dataset).startswith("."):
+        places.reverse()
+    return next((place for place in places if (place / "train.bin").exists()), places[0])
 
 
 def read_meta(folder: Path) -> dict[str, Any]:
@@ -71,15 +74,15 @@ class DataSet:
     """A folder with train.bin and val.bin, and what its meta.json says of them.
 
     Args:
-        name: of a folder in data/, or a path.
+        dataset: a folder's name in data/, or a path.
         vocab_size: the model's vocabulary, 0 for the data set's own, rounded up to a multiple of 64
             (matrix kernels are faster so).
 
     Raises ValueError, with the command to run, when it is not there.
     """
 
-    def __init__(self, name: str | Path, vocab_size: int = 0):
-        folder = find_folder(name)
+    def __init__(self, dataset: str, vocab_size: int = 0):
+        folder = find_folder(dataset)
         self.folder, self.meta = folder, read_meta(folder)
         self.vocab_size = self.meta.get("vocab_size", vocab_size or GPT2_VOCAB_SIZE)
         self.padded_vocab_size = vocab_size or math.ceil(self.vocab_size / 64) * 64

@@ -298,7 +298,8 @@ def flags_for_less(step: StepShape, split: Split) -> list[str]:
 
 
 def flags(step: StepShape, split: Split) -> list[str]:
-    """The settings that split `step` so, with the same global batch and evaluations as large."""
+    """The settings that split `step` so, with the same global batch and evaluations at least as
+    large."""
     size, kind = split
     total = step.sequences * step.here.world_size
     return [

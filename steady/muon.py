@@ -88,6 +88,7 @@ def orthogonalise_together(
     Args:
         matrices: (n, rows, columns), the same on every process; with `whole_rows` only this
             process's rows of each, as FSDP2 divides them.
+        head_dim: as for `orthogonalise`.
         whole_rows: how many rows a whole matrix has.
     """
     if not dist.is_initialized():

@@ -766,8 +766,11 @@ def test_f22_a_run_is_prolonged_from_before_its_decay(run, sums, tmp_path):
     checkpoints = tmp_path / "parts"
     assert checkpoint.load(checkpoints / "before_decay.pt")["iter_num"] == 4
     shutil.copytree(checkpoints, tmp_path / "late")
-    shown = train(run, tmp_path / "late", sums, *wsd, *longer)
-    assert "note: the learning rate rises from 6.00e-05 to 4.26e-03, since the checkpoint" in shown
+    shown = train(run, tmp_path / "late", sums, *wsd, "--init_from=resume", "--max_iters=20")
+    stable = tmp_path / "late" / "before_decay.pt"
+    note = "note: the learning rate rises from 6.00e-05 to 1.00e-02 after its decay had begun"
+    assert f"{note}; {stable} is from before it\n" in shown
+    assert checkpoint.load(stable)["iter_num"] == 4  # not 10, where the longer decay begins
     os.replace(checkpoints / "before_decay.pt", checkpoints / "ckpt.pt")
     assert "rises" not in train(run, checkpoints, sums, *wsd, *longer)
     assert losses(checkpoints) == losses(tmp_path / "whole")
@@ -777,7 +780,11 @@ def test_f22_a_run_is_prolonged_from_before_its_decay(run, sums, tmp_path):
 
 def test_a_data_set_is_a_folder_in_data_or_a_path(run, sums, tmp_path, monkeypatch):
     monkeypatch.chdir(sums.parent)
-    train(run, tmp_path, sums.name, "--max_iters=1")
+    for path in (sums.name, f"./{sums.name}", str(sums)):
+        train(run, tmp_path, path, "--max_iters=1")
+    shutil.copytree(sums, tmp_path / "text")  # data/text has no train.bin
+    monkeypatch.chdir(tmp_path)
+    train(run, tmp_path, "text", "--max_iters=1")
     with pytest.raises(ValueError, match=r"no data set at .*data/nowhere \(train.bin is missing"):
         train(run, tmp_path, "nowhere", "--max_iters=1")
 
@@ -850,7 +857,9 @@ def test_a_schedule_shorter_than_the_run_is_said(run, sums, tmp_path):
     ) in shown
     assert "note:" not in train(run, tmp_path / "as_long", sums, "--max_iters=4")
     wrong = "--max_iters=4", "--lr_decay_iters=1", "--warmup_iters=3"
-    assert "note: lr_decay_iters=1 is before the end" in train(run, tmp_path / "w", sums, *wrong)
+    assert "note: lr_decay_iters=1 is no later than the end" in train(
+        run, tmp_path / "w", sums, *wrong
+    )
 
 
 # ---- watching and debugging -------------------------------------------------------------------
