@@ -33,11 +33,11 @@ from model import GPT, GPTConfig
 out_dir = "out"  # folder of the checkpoints and metrics.jsonl
 init_from = "scratch"  # scratch, resume (out_dir/ckpt.pt), or a Hugging Face model's folder or id
 eval_interval = 2000  # iterations between evaluations; 0: never
-eval_iters = 200  # batches of each split in an evaluation, always the same sequences
+eval_iters = 200  # batches of batch_size sequences from each split, always the same sequences
 eval_only = False  # evaluate once and exit
 log_interval = 1  # iterations between log lines
 sample_interval = 0  # iterations between printed samples; 0: none
-always_save_checkpoint = True  # at every evaluation and before a decay; False: at better ones, last
+always_save_checkpoint = True  # at every evaluation, and before a decay; False: at better ones
 # wandb
 wandb_log = False  # log to Weights & Biases too (WANDB_MODE=offline needs no account)
 wandb_project = "owt"  # its project
