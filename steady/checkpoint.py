@@ -305,7 +305,8 @@ def what_changed(
     have meant to change."""
     before = config | {
         name: value for name, value in saved["config"].items()
-        if type(value) is type(config.get(name)) and not (value != value or value == math.inf)
+        if type(value) is type(config.get(name))
+        and (type(value) is not float or math.isfinite(value))
     }  # fmt: skip
     best_val_loss, notes = saved["best_val_loss"], []
     others = [name for name, was in saved.get("data_ids", {}).items() if data.ids.get(name) != was]
