@@ -265,7 +265,7 @@ while True:
         began = time.perf_counter()
         losses = {"train_loss": evaluate(train_file), "val_loss": evaluate(val_file)}
         rescue.require_finite(losses, iter_num)
-        better = iter_num > 0 and losses["val_loss"] < best_val_loss
+        better = iter_num > 0 and not eval_only and losses["val_loss"] < best_val_loss
         log.evaluation({"iter": iter_num} | losses, time.perf_counter() - began, better)
         if eval_only:
             break

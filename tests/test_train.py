@@ -751,6 +751,8 @@ def test_f25_an_evaluation_of_other_windows_begins_the_best_loss_anew(run, sums,
     resume = "--init_from=resume", "--max_iters=20", "--eval_interval=10"
     shown = train(run, tmp_path, sums, *resume, "--eval_iters=1")
     assert "note: evaluations of 4 sequences (eval_iters x batch_size) are not those of" in shown
+    only = "--eval_only=True", "--eval_iters=3"
+    assert "best so far" not in train(run, tmp_path, sums, *resume, *only)
     same = "--batch_size=2", "--gradient_accumulation_steps=2", "--max_iters=30"
     assert "note: evaluations" not in train(run, tmp_path, sums, *resume, *same)
 
