@@ -18,7 +18,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from steady.dataloader import find_folder, read_meta
+from steady.dataloader import dataset_folder, read_meta
 from steady.runlog import read_metrics
 from steady.stop import on_signals
 
@@ -39,7 +39,7 @@ config = configure(globals(), base=HERE / "train.py")
 on_signals(("SIGTERM", "SIGHUP"), signal.default_int_handler)
 
 with tempfile.TemporaryDirectory() as folder:
-    data_dir = find_folder(config["dataset"])
+    data_dir = dataset_folder(config["dataset"])
     meta = read_meta(data_dir) if (data_dir / "train.bin").exists() else {}
     vocab_size = config["vocab_size"] or meta.get("vocab_size", 50304)
     tokens = np.random.default_rng(0).integers(0, vocab_size, 2**22 + config["block_size"])

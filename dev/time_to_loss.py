@@ -131,20 +131,21 @@ def run(job: dict[str, Any], command: list[str], seed: str, folder: Path) -> Non
             entries = read_metrics(Path(out_dir) / "metrics.jsonl")
     finally:
         free_gpus.put(gpu)
+    evaluations, failure = [e for e in entries if e.get("val_loss") is not None], ""
     if process.returncode:
-        failures.append("\n".join([job["recipe"], *shown.splitlines()[-20:]]))
+        failure = "\n".join([job["recipe"], *shown.splitlines()[-20:]])
+    elif len(evaluations) < 2:
+        failure = f"{job['recipe']}: evaluated {len(evaluations)} times, too few for a curve"
+    if failure:
+        failures.append(failure)
         print(f"{job['recipe']}, seed {seed}: failed", flush=True)
         return
     seconds, tokens = training_clock(entries)
     curve = [
         {"iter": e["iter"], "tokens": tokens[e["iter"]], "seconds": round(seconds[e["iter"]], 3),
          "val_loss": round(e["val_loss"], 5)}
-        for e in entries if e.get("val_loss") is not None
+        for e in evaluations
     ]  # fmt: skip
-    if len(curve) < 2:
-        failures.append(f"{job['recipe']}: evaluated {len(curve)} times, too few for a curve")
-        print(f"{job['recipe']}, seed {seed}: failed", flush=True)
-        return
     cuda = torch.cuda.is_available() and device != "cpu"
     line = job | {
         "size": size, "data": Path(data).resolve().name, "seed": int(seed),

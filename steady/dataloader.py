@@ -31,11 +31,11 @@ GPT2_VOCAB_SIZE = 50304  # of nanoGPT's bare .bin files: 50257, padded
 SCAN_TOKENS = 2**28  # ids checked when a file is opened; what lies beyond is checked as it is read
 
 
-def find_folder(dataset: str) -> Path:
+def dataset_folder(dataset: str) -> Path:
     """A folder with train.bin: of that name in data/, else at that path. A path that begins with a
     dot is looked at first."""
     places = [Path(__file__).parents[1] / "data" / dataset, Path(dataset)]
-    if str(dataset).startswith("."):
+    if dataset.startswith("."):
         places.reverse()
     return next((place for place in places if (place / "train.bin").exists()), places[0])
 
@@ -82,7 +82,7 @@ class DataSet:
     """
 
     def __init__(self, dataset: str, vocab_size: int = 0):
-        folder = find_folder(dataset)
+        folder = dataset_folder(dataset)
         self.folder, self.meta = folder, read_meta(folder)
         self.vocab_size = self.meta.get("vocab_size", vocab_size or GPT2_VOCAB_SIZE)
         self.padded_vocab_size = vocab_size or math.ceil(self.vocab_size / 64) * 64
@@ -246,11 +246,7 @@ class DataLoader:
         while True:
             n += 1
             pending, ready = self.reader.submit(read, n), pending
-            tokens, targets = ready.result()
-            yield (
-                tokens.to(self.device, non_blocking=True),
-                targets.to(self.device, non_blocking=True),
-            )
+            yield moved(ready.result(), self.device)
 
 
 def validation_batches(
@@ -273,11 +269,7 @@ def validation_batches(
         windows = file.windows(np.resize(mine if len(mine) else starts, batch_size))
         tokens, targets = to_batch(windows, device)
         targets[len(mine) :] = -1
-        tokens, targets = (
-            tokens.to(device, non_blocking=True),
-            targets.to(device, non_blocking=True),
-        )
-        yield tokens, targets, len(mine) / n_sequences
+        yield *moved((tokens, targets), device), len(mine) / n_sequences
 
 
 def to_batch(windows: np.ndarray, device: torch.device) -> Batch:
@@ -287,3 +279,9 @@ def to_batch(windows: np.ndarray, device: torch.device) -> Batch:
     if device.type == "cuda":
         tokens, targets = tokens.pin_memory(), targets.pin_memory()
     return tokens, targets
+
+
+def moved(batch: Batch, device: torch.device) -> Batch:
+    """The batch on `device`, without waiting for the copy."""
+    tokens, targets = batch
+    return tokens.to(device, non_blocking=True), targets.to(device, non_blocking=True)

@@ -138,7 +138,7 @@ class BadRow(ValueError):
 
 def json_rows(part: Part, column: str) -> Iterator[tuple[int, str, str | None]]:
     """(number, text, what is wrong) of every line that is not blank."""
-    packed = part.path.suffix.lower() == ".gz"
+    packed = is_packed(part.path)
     with gzip.open(part.path) if packed else open(part.path, "rb") as file:
         file.seek(part.start)
         left = part.stop - part.start
@@ -216,6 +216,10 @@ def safe_border(text: str) -> int:
     return len(parts[0]) if len(parts) == 2 else len(text)
 
 
+def is_packed(path: Path) -> bool:
+    return path.suffix.lower() == ".gz"
+
+
 def open_text(path: Path) -> IO[str]:
-    opener = gzip.open if path.suffix.lower() == ".gz" else open
+    opener = gzip.open if is_packed(path) else open
     return opener(path, "rt", encoding="utf-8-sig")
