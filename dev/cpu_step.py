@@ -114,7 +114,7 @@ variants = {
     "ours": (ours, fused[0], True),
 }
 if set_up(onednn=True):
-    variants["ours, without oneDNN"] = (ours, fused[0], True)
+    variants["ours, float32, MKL"] = (ours, fused[0], True)
 dtype = hardware.choose_dtype("auto", CPU, WIDTH)
 if dtype != torch.float32:
     variants["ours, float32"] = variants["ours"]

@@ -4,6 +4,7 @@ import contextlib
 import ctypes
 import math
 import os
+import re
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -91,18 +92,20 @@ def choose_dtype(name: str, device: torch.device, width: int = 0) -> torch.dtype
 
 def fastest_on_cpu(width: int, cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
     """The dtype in which a model of that width trains fastest on this CPU: float32, or bfloat16
-    where there are units for such products (AMX) and torch uses them, which is tried out: a product
-    of 512 by 512 then takes a quarter of the time. (AVX512_BF16 takes longer than float32 on Intel,
-    and was not measured on AMD.) Narrow models gain nothing.
+    where there are instructions for such products and they are fast, which is tried out: a product
+    of 512 by 512 then takes a quarter of float32's time (Intel's AMX) or half of it (AMD's
+    AVX512_BF16; Intel's takes longer than float32). Narrow models gain nothing.
     """
     try:
-        units = "amx_bf16" in cpuinfo.read_text(encoding="utf-8")
+        described = cpuinfo.read_text(encoding="utf-8")
     except OSError:  # not Linux
         return "float32"
-    if not units or width < MIN_BFLOAT16_WIDTH:
+    if width < MIN_BFLOAT16_WIDTH or not re.search("amx_bf16|avx512_bf16", described):
         return "float32"
-    threads, fastest = torch.get_num_threads(), []
+    precision, threads = torch.get_float32_matmul_precision(), torch.get_num_threads()
+    multiply_by_onednn(described)  # as float32 would be trained
     torch.set_num_threads(1)  # and its own time, so that it does not matter what else is running
+    fastest = []
     for dtype in (torch.float32, torch.bfloat16):
         a, times = torch.ones(512, 512, dtype=dtype), []
         for _ in range(6):
@@ -111,7 +114,8 @@ def fastest_on_cpu(width: int, cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
             times.append(time.thread_time() - began)
         fastest.append(min(times))
     torch.set_num_threads(threads)
-    return "bfloat16" if fastest[0] > 2 * fastest[1] else "float32"
+    torch.set_float32_matmul_precision(precision)
+    return "bfloat16" if fastest[0] > 1.5 * fastest[1] else "float32"
 
 
 def require_cuda(device: torch.device, **settings: bool | str) -> None:
@@ -230,29 +234,35 @@ def use_onednn(
     block_size: int,
     cpuinfo: Path = Path("/proc/cpuinfo"),
 ) -> bool:
-    """Compute float32 products by oneDNN where torch's choice, MKL, uses half of the processor: on
-    AMD with AVX-512 (190 against 400 GFLOP/s on two cores of a Zen 5; narrow models gain nothing).
-    Returns whether it does.
-
-    The setting permits rounding to bfloat16, which oneDNN does on processors with units for such
-    products; whether it does here is tried out.
-    """
+    """Compute float32 products on a CPU by oneDNN where that is faster (narrow models gain nothing)
+    and exact. Returns whether it does."""
     if device.type != "cpu" or dtype != torch.float32 or width < 64:
         return False
     try:
-        amd = "AuthenticAMD" in cpuinfo.read_text(encoding="utf-8")
-    except OSError:
-        return False
-    if not amd or torch.backends.cpu.get_cpu_capability() != "AVX512":
-        return False
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("medium")
-    if not products_are_exact():
-        torch.set_float32_matmul_precision(before)
+        if not multiply_by_onednn(cpuinfo.read_text(encoding="utf-8")):
+            return False
+    except OSError:  # not Linux
         return False
     # the fused attention kernel multiplies small blocks, for which oneDNN is slow
     torch.backends.cuda.enable_flash_sdp(block_size > 256)  # it means CPUs as well
     return True
+
+
+def multiply_by_onednn(cpuinfo: str) -> bool:
+    """Have oneDNN compute float32 products where torch's choice, MKL, uses half of the processor:
+    on AMD with AVX-512 (190 against 400 GFLOP/s on two cores of a Zen 5). Returns whether it does.
+
+    The setting permits rounding to bfloat16, which oneDNN does on processors with AMX; whether it
+    does here is tried out.
+    """
+    if "AuthenticAMD" not in cpuinfo or torch.backends.cpu.get_cpu_capability() != "AVX512":
+        return False
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("medium")
+    if products_are_exact():
+        return True
+    torch.set_float32_matmul_precision(before)
+    return False
 
 
 def products_are_exact() -> bool:
