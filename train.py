@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 
 from steady import checkpoint, distributed, environment, folder, hardware, memory, optim, recompute
-from steady.dataloader import DataLoader, DataSet, TokenFile, validation_batches
+from steady.dataloader import DataLoader, DataSet, TokenFile, eval_batches
 from steady.float8 import require_float8, use_float8
 from steady.generate import sample_while_training
 from steady.profiler import Profiler
@@ -38,7 +38,6 @@ eval_only = False  # evaluate once and exit
 log_interval = 1  # iterations between log lines
 sample_interval = 0  # iterations between printed samples; 0: none
 always_save_checkpoint = True  # at every evaluation, and before a decay; False: at better ones
-# wandb
 wandb_log = False  # log to Weights & Biases too (WANDB_MODE=offline needs no account)
 wandb_project = "owt"  # its project
 wandb_run_name = "gpt2"  # its run name
@@ -128,9 +127,8 @@ tokenizer = from_meta(data.tokenizer) if sample_interval else None
 sequences_per_iter = batch_size * gradient_accumulation_steps
 sequences_per_process = sequences_per_iter // here.world_size
 eval_sequences = eval_iters * batch_size
-muon = config["optimizer"] == "muon"
-step_shape = memory.StepShape(model_config, sequences_per_process, dtype, plan, here, muon, fp8,
-                              eval_only, eval_sequences)  # fmt: skip
+step_shape = memory.StepShape(model_config, sequences_per_process, dtype, plan, here,
+                              optimizer == "muon", fp8, eval_only, eval_sequences)  # fmt: skip
 require_float8(step_shape, device)
 memory.require_room(step_shape, device, auto_batch)
 hardware.prepare(device, dtype, model_config.n_embd, block_size)
@@ -181,8 +179,9 @@ def evaluate(file: TokenFile) -> float:
     """Mean loss over the fixed windows of `file`, through the same (compiled) model as training."""
     model.eval()
     total = torch.zeros((), device=device)
-    batches = validation_batches(file, batch_size, eval_sequences, device, here)
-    for tokens, targets, share in batches:
+    for tokens, targets, share in eval_batches(file, batch_size, eval_sequences, device, here):
+        if distributed.any_process(stop_request.received):
+            break  # the loop below asks too, and does without this loss
         with autocast:
             total += share * model(tokens, targets)
     model.train()
@@ -254,16 +253,17 @@ tokens, targets = next(micro_batches)
 loss = torch.zeros((), device=device)  # our own tensor: a CUDA graph's output would be overwritten
 stopping, saved_iter = distributed.any_process(stop_request.received), None  # perhaps already
 rescue = Rescue(ckpt_path, training_state, step_shape, fit.split, log.line)  # saves at an error
-while True:
+while not stopping:
     # ---- learning rate ------------------------------------------------------
     lr = optim.set_schedule(optimizer, iter_num, config)
 
     # ---- evaluate and save --------------------------------------------------
     finished = iter_num >= max_iters
-    due = eval_only or (eval_interval > 0 and (iter_num % eval_interval == 0 or finished))
-    if due and not stopping:
+    if eval_only or (eval_interval > 0 and (iter_num % eval_interval == 0 or finished)):
         began = time.perf_counter()
         losses = {"train_loss": evaluate(train_file), "val_loss": evaluate(val_file)}
+        if stopping := distributed.any_process(stop_request.received):
+            break  # the run that goes on evaluates again
         rescue.require_finite(losses, iter_num)
         better = iter_num > 0 and not eval_only and losses["val_loss"] < best_val_loss
         log.evaluation({"iter": iter_num} | losses, time.perf_counter() - began, better)
@@ -274,15 +274,15 @@ while True:
         if iter_num > 0 and (better or always_save_checkpoint):
             saved_iter = iter_num if try_save(ckpt_path, training_state()) else None
         log.restart_clock(iter_num)  # evaluation is not training time
-    if 0 < iter_num == optim.decay_start(config) and always_save_checkpoint and not stopping:
+    if 0 < iter_num == optim.decay_start(config) and always_save_checkpoint:
         try_save(out_path / "before_decay.pt", training_state(), overwrite=False)  # to prolong it
         log.restart_clock(iter_num)
-    if sample_interval and iter_num % sample_interval == 0 and iter_num > 0 and not stopping:
+    if sample_interval and iter_num % sample_interval == 0 and iter_num > 0:
         with autocast:
             text = sample_while_training(raw_model, val_file.beginning(8), tokenizer, seed)
         log.line(f"iter {iter_num:6d} | sample: {text!r}")
         log.restart_clock(iter_num)
-    if finished or stopping:
+    if finished:
         break
 
     # ---- micro-steps --------------------------------------------------------

@@ -13,7 +13,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from steady import hardware
-from steady.dataloader import DataLoader, DataSet, validation_batches
+from steady.dataloader import DataLoader, DataSet, eval_batches
 from steady.runlog import RunLog
 
 import torch
@@ -93,7 +93,7 @@ class PlainGPT(nn.Module):
 def evaluate() -> float:
     total = torch.zeros((), device=device)
     n_sequences = eval_iters * batch_size  # whole batches, as F.cross_entropy needs here
-    for tokens, targets, share in validation_batches(val_file, batch_size, n_sequences, device):
+    for tokens, targets, share in eval_batches(val_file, batch_size, n_sequences, device):
         with autocast:
             total += share * model(tokens, targets)
     return total.item()

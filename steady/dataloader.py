@@ -249,7 +249,7 @@ class DataLoader:
             yield moved(ready.result(), self.device)
 
 
-def validation_batches(
+def eval_batches(
     file: TokenFile,
     batch_size: int,
     n_sequences: int,

@@ -4,8 +4,8 @@ import os
 from steady.dataloader import (
     DataLoader,
     TokenFile,
+    eval_batches,
     read_meta,
-    validation_batches,
 )
 from steady.distributed import Place
 from steady.shuffle import permute, scramble
@@ -110,14 +110,14 @@ def test_offset_goes_on_where_another_global_batch_stopped(ramp):
 
 def test_f23_validation_windows_are_fixed_and_divided_among_processes(ramp):
     file = TokenFile(ramp, 8, 2**16)
-    whole = [tokens for tokens, *_ in validation_batches(file, 4, 32, CPU)]
-    again = [tokens for tokens, *_ in validation_batches(file, 4, 32, CPU)]
+    whole = [tokens for tokens, *_ in eval_batches(file, 4, 32, CPU)]
+    again = [tokens for tokens, *_ in eval_batches(file, 4, 32, CPU)]
     assert all(map(torch.equal, whole, again))
     assert len(whole) == 8 and all(tokens.shape == (4, 8) for tokens in whole)
     starts = torch.cat(whole)[:, 0]
     assert starts[0] == 0 and starts[-1] == 1000 - 9 and (starts.diff() > 0).all()
     parts = [
-        [tokens for tokens, *_ in validation_batches(file, 4, 32, CPU, Place(rank, rank, 2))]
+        [tokens for tokens, *_ in eval_batches(file, 4, 32, CPU, Place(rank, rank, 2))]
         for rank in (0, 1)
     ]
     assert len(parts[0]) == len(parts[1]) == 4
@@ -130,7 +130,7 @@ def test_f15_an_evaluation_has_the_same_windows_however_it_is_split(ramp, batch_
     file, found, shares = TokenFile(ramp, 8, 2**16), [], 0.0
     for rank in range(processes):
         place = Place(rank, rank, processes)
-        for tokens, targets, share in validation_batches(file, batch_size, 10, CPU, place):
+        for tokens, targets, share in eval_batches(file, batch_size, 10, CPU, place):
             assert tokens.shape == targets.shape == (batch_size, 8) and (tokens >= 0).all()
             counted = (targets != -1).all(dim=1)
             assert (
@@ -287,4 +287,4 @@ def test_f51_a_file_cut_short_while_it_is_read_is_an_error_not_a_signal(tmp_path
         for _ in range(3):
             next(batches)
     with pytest.raises(ValueError, match="train.bin had 50000 tokens .* is shorter now"):
-        next(validation_batches(cut.file, 4, 32, CPU))
+        next(eval_batches(cut.file, 4, 32, CPU))

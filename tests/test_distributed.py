@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 from steady import checkpoint, distributed, environment
-from steady.dataloader import TokenFile, validation_batches
+from steady.dataloader import TokenFile, eval_batches
 from steady.distributed import Place
 from steady.optim import Gradients, build_optimizer, clip_in_step
 from steady.recompute import use_activation_checkpointing
@@ -199,8 +199,8 @@ def test_dropout_differs_between_processes_and_resumes_exactly(launch, tmp_path)
 def test_f23_every_process_evaluates_equally_many_batches(sums):
     file = TokenFile(sums / "val.bin", 16, 64)
     device = torch.device("cpu")
-    whole = [tokens for tokens, *_ in validation_batches(file, 2, 10, device)]
-    first, second = (list(validation_batches(file, 2, 10, device, Place(r, r, 2))) for r in (0, 1))
+    whole = [tokens for tokens, *_ in eval_batches(file, 2, 10, device)]
+    first, second = (list(eval_batches(file, 2, 10, device, Place(r, r, 2))) for r in (0, 1))
     assert len(whole) == 5 and len(first) == len(second) == 3
     assert torch.equal(torch.cat([b[0] for pair in zip(first, second, strict=True) for b in pair])
                        [:10], torch.cat(whole))  # fmt: skip
@@ -506,6 +506,18 @@ def test_f31_sigterm_to_torchrun_saves_once(torchrun, launch, tmp_path):
     assert "torchrun --standalone --nproc_per_node=2" in shown and "--init_from=resume" in shown
     assert checkpoint.load(tmp_path / "ckpt.pt")["iter_num"] == int(iteration)
     assert max(entries(tmp_path, "iter")) == int(iteration) - 1
+
+
+def test_f31_a_signal_ends_an_evaluation_on_all_processes(torchrun, tmp_path):
+    process = torchrun(tmp_path, "--eval_iters=20000", "--parallel=fsdp")
+    for line in process.stdout:
+        if line.startswith("memory"):  # evaluates before the first iteration
+            break
+    time.sleep(0.5)
+    process.terminate()
+    shown = process.stdout.read()
+    process.wait(60)
+    assert "stopped at iteration 0, saved" in shown and "train loss" not in shown, shown
 
 
 def test_a_dead_process_ends_the_run_and_max_restarts_resumes_it(torchrun, tmp_path):

@@ -300,16 +300,38 @@ def test_f31_signal_saves_says_how_to_resume_and_resuming_is_exact(
     assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
 
 
+def test_f31_a_signal_ends_an_evaluation_which_the_resumed_run_makes_again(
+    fork, run, sums, tmp_path
+):
+    often = [f"--dataset={sums}", "--max_iters=12", "--eval_interval=10", "--dropout=0.1"]
+    process = fork("train.py", *TINY, *often, f"--out_dir={tmp_path / 'parts'}",
+                   "--eval_iters=20000", "--init_from=scratch")  # fmt: skip
+    for line in process.stdout:
+        if line.startswith("memory"):  # evaluates before the first iteration
+            break
+    time.sleep(0.5)
+    process.send_signal(signal.SIGTERM)
+    began, rest = time.monotonic(), process.stdout.read()
+    assert process.wait(20) == 0 and "stopped at iteration 0, saved" in rest, rest
+    assert time.monotonic() - began < 10 and "train loss" not in rest
+    for out, more in (("parts", "--init_from=resume"), ("whole", "--init_from=scratch")):
+        run("train.py", *TINY, *often, f"--out_dir={tmp_path / out}", more)
+    assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
+    found, expected = (evaluations(tmp_path / name) for name in ("parts", "whole"))
+    assert [e["iter"] for e in found] == [0, 10, 12]
+    assert [e["val_loss"] for e in found] == [e["val_loss"] for e in expected]
+
+
 def test_second_signal_stops_at_once(fork, sums, tmp_path):
-    more = [f"--dataset={sums}", f"--out_dir={tmp_path}", "--eval_iters=100000"]
-    process = fork("train.py", *TINY, *more)
+    more = [f"--dataset={sums}", f"--out_dir={tmp_path}", "--gradient_accumulation_steps=100000"]
+    process = fork("train.py", *TINY, *more, "--eval_interval=0")
     for line in process.stdout:
         if line.startswith("memory"):
             break
     time.sleep(1.0)
     process.send_signal(signal.SIGINT)
     time.sleep(0.5)
-    assert process.poll() is None  # still evaluating
+    assert process.poll() is None  # still in its first step
     process.send_signal(signal.SIGINT)
     assert process.wait(10) != 0
     assert "Traceback" not in process.stdout.read()
