@@ -137,7 +137,7 @@ class Attention(nn.Module):
     ) -> Tensor:
         B, T, _ = x.shape
         q, k = side_by_side(x, self.q_proj, self.k_proj)
-        v = self.v_proj(x)  # apart, since backward keeps v: as a slice it would keep q and k alive
+        v = self.v_proj(x)  # apart: backward keeps v, and a slice keeps all that it was cut from
         q, k, v = (y.view(B, T, -1, self.head_dim) for y in (q, k, v))  # (B, T, H or K, D)
         if self.qk_norm:
             q, k = self.q_norm(q), self.k_norm(k)
@@ -174,7 +174,7 @@ class MLP(nn.Module):
         self.down_proj = Linear(config.n_hidden, config.n_embd)
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.down_proj.in_float8:  # the next return in FP8: whoever changes one changes both
+        if self.down_proj.in_float8:  # the same function in FP8: change both together
             return float8_mlp(x, self.gate_proj, self.up_proj, self.down_proj)
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 

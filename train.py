@@ -1,7 +1,7 @@
 """Train a GPT.
 
-    python train.py config/train_shakespeare_char.py --batch_size=32
-    python train.py config/train_shakespeare_char.py --batch_size=32 --init_from=resume
+    python train.py config/train_shakespeare_char.py --max_iters=500
+    python train.py config/train_shakespeare_char.py --max_iters=500 --init_from=resume
     torchrun --standalone --nproc_per_node=8 train.py config/train_gpt2.py
     python train.py --help
 
@@ -119,7 +119,7 @@ elif init_from == "resume":
 else:
     start = convert.start_from(init_from, data, block_size, dropout)
 model_config = GPTConfig(**start.model_config)
-config |= {key: size for key, size in start.model_config.items() if key in config}  # instead of 0
+config |= {key: size for key, size in start.model_config.items() if key in config}  # as chosen
 train_file, val_file = data.open(block_size, model_config.vocab_size)
 tokenizer = from_meta(data.tokenizer) if sample_interval else None
 
@@ -180,7 +180,7 @@ def evaluate(file: TokenFile) -> float:
     model.eval()
     total = torch.zeros((), device=device)
     for tokens, targets, share in eval_batches(file, batch_size, eval_sequences, device, here):
-        if distributed.any_process(stop_request.received):
+        if stop_request.asked():
             break  # the loop below asks too, and does without this loss
         with autocast:
             total += share * model(tokens, targets)
@@ -192,23 +192,23 @@ def evaluate(file: TokenFile) -> float:
 def try_step(size: int, checkpointing: str) -> torch.nn.Module:
     """Forward, backward and evaluation, to see if they fit; returns the model that ran."""
     recompute.use_activation_checkpointing(raw_model, checkpointing)
-    model = environment.compile_model(raw_model, plan, here.shards_model, checkpointing)
+    candidate = environment.compile_model(raw_model, plan, here.shards_model, checkpointing)
     tokens = torch.zeros(size, block_size, dtype=torch.int64, device=device)
     targets = torch.zeros_like(tokens)  # not the same tensor: torch compiles other code for that
     # CUDA graphs warm up, record and replay; otherwise a second run has gradients to add to.
     runs = 3 if plan.cuda_graphs else min(2, sequences_per_process // size)
     try:
         for _ in range(0 if eval_only else runs):
-            micro_step(model, tokens, targets)
+            micro_step(candidate, tokens, targets)
         if here.sums_gradients:
             gradients.flatten()  # this copy must fit too
         if eval_interval or eval_only:
             with torch.no_grad(), autocast:
-                model.eval()(tokens, targets)
+                candidate.eval()(tokens, targets)
     finally:
-        model.train()
+        candidate.train()
         gradients.clear()
-    return model
+    return candidate
 
 
 def weights(best: float) -> dict:
@@ -236,7 +236,7 @@ stop_request = StopRequest(here.world_size == 1, announce=here.master, saves=not
 # find out whether a step fits into memory; if not, split it further: the same loss curve
 wanted = memory.Split(batch_size, activation_checkpointing)
 fit = memory.fit(try_step, step_shape, wanted, device, auto_batch)
-model, batch_size = fit.model, fit.split.batch_size  # both used by evaluate
+model, batch_size = fit.model, fit.split.batch_size  # what evaluate and the loop use
 gradient_accumulation_steps = sequences_per_iter // batch_size
 log.line(fit.report(step_shape))
 loader = DataLoader(train_file, batch_size, gradient_accumulation_steps, seed, device, here,
@@ -251,7 +251,7 @@ log.start_clock(iter_num, sequences_per_iter * block_size, raw_model.flops_per_t
 micro_batches = loader.micro_batches(iter_num)
 tokens, targets = next(micro_batches)
 loss = torch.zeros((), device=device)  # our own tensor: a CUDA graph's output would be overwritten
-stopping, saved_iter = distributed.any_process(stop_request.received), None  # perhaps already
+stopping, saved_iter = stop_request.asked(), None  # a signal may have come during set-up
 rescue = Rescue(ckpt_path, training_state, step_shape, fit.split, log.line)  # saves at an error
 while not stopping:
     # ---- learning rate ------------------------------------------------------
@@ -262,7 +262,7 @@ while not stopping:
     if eval_only or (eval_interval > 0 and (iter_num % eval_interval == 0 or finished)):
         began = time.perf_counter()
         losses = {"train_loss": evaluate(train_file), "val_loss": evaluate(val_file)}
-        if stopping := distributed.any_process(stop_request.received):
+        if stopping := stop_request.asked():
             break  # the run that goes on evaluates again
         rescue.require_finite(losses, iter_num)
         better = iter_num > 0 and not eval_only and losses["val_loss"] < best_val_loss
@@ -290,7 +290,7 @@ while not stopping:
     loss.zero_()
     for _ in range(gradient_accumulation_steps // here.world_size):
         loss += micro_step(model, tokens, targets)
-        tokens, targets = next(micro_batches)  # now, while the device is busy with this one
+        tokens, targets = next(micro_batches)  # while the device computes this one
 
     # ---- clip and step ------------------------------------------------------
     gradients.sum_over_processes()
@@ -304,7 +304,7 @@ while not stopping:
     scaler.step(optimizer)
     scaler.update()
     gradients.clear()
-    stopping = distributed.any_process(stop_request.received)
+    stopping = stop_request.asked()
 
     # ---- log ----------------------------------------------------------------
     if log_due:

@@ -1,6 +1,6 @@
-"""Evaluate a pretrained model as a baseline: its loss on a data set made with its own tokenizer.
+r"""Evaluate a pretrained model as a baseline: its loss on a data set made with its own tokenizer.
 
-    python data/text/prepare.py --input=FILES --tokenizer=hf:HuggingFaceTB/SmolLM2-135M \\
+    python data/text/prepare.py --input=FILES --tokenizer=hf:HuggingFaceTB/SmolLM2-135M \
         --out=data/smollm2
     python train.py config/eval_pretrained.py
 

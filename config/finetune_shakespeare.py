@@ -1,6 +1,6 @@
-"""Finetune SmolLM2 (135M) on tiny Shakespeare: a few minutes on one GPU.
+r"""Finetune SmolLM2 (135M) on tiny Shakespeare: a few minutes on one GPU.
 
-    python data/shakespeare/prepare.py --tokenizer=hf:HuggingFaceTB/SmolLM2-135M \\
+    python data/shakespeare/prepare.py --tokenizer=hf:HuggingFaceTB/SmolLM2-135M \
         --out=data/shakespeare_smollm2
     python train.py config/finetune_shakespeare.py
     python sample.py --out_dir=out-finetune-shakespeare --start="ROMEO:"

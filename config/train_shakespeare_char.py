@@ -6,8 +6,8 @@
 
 800 iterations come to a validation loss of 1.41 to 1.44 after 8 s of steps on an H200, where AdamW
 came to 1.45 in 5,000. The learning rate is the best of 3e-3 and 6e-3, the weight decay of 0.1, 0.5,
-1 and 2, the batch nanoGPT's. For a longer text decay less: it is there because the model reads this
-one 13 times.
+1 and 2, the batch nanoGPT's. For a longer text use less weight decay:
+this much is for a text that is read 13 times.
 """
 
 out_dir = "out-shakespeare-char"

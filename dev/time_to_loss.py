@@ -1,7 +1,7 @@
-"""How long training takes to a given loss: train.py against a plain, tuned GPT-2.
+r"""How long training takes to a given loss: train.py against a plain, tuned GPT-2.
 
-    python dev/time_to_loss.py --data=data/openwebtext --size=124m --seeds=1337,1338 --gpus=2 \\
-        --baseline="65k:1.2e-3:67.1M, 32k:1.2e-3:67.1M" \\
+    python dev/time_to_loss.py --data=data/openwebtext --size=124m --seeds=1337,1338 --gpus=2 \
+        --baseline="65k:1.2e-3:67.1M, 32k:1.2e-3:67.1M" \
         --ours="wsd: --lr_schedule=wsd --max_iters=512; config/mine.py"
     python dev/time_to_loss.py --out=runs.jsonl
 

@@ -213,6 +213,7 @@ class DataLoader:
         self.accumulation, self.here, self.offset = accumulation, here, offset
         self.reader = ThreadPoolExecutor(max_workers=1)
         n_tokens = file.n_tokens
+        # one fewer than there is room for, so that an epoch can begin at any phase
         self.windows_per_epoch = max(1, n_tokens // file.block_size - 1)
         self.phases = min(file.block_size, n_tokens - self.windows_per_epoch * file.block_size)
 

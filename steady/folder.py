@@ -44,7 +44,8 @@ def claim(out_dir: Path) -> None:
             pass
         lock = os.open(out_dir / ".lock", os.O_RDWR | os.O_CREAT, 0o666)
     except OSError as error:
-        raise ValueError(f"cannot write to {out_dir}: {error.strerror}") from None
+        reason = "it is a file, not a folder" if out_dir.is_file() else error.strerror
+        raise ValueError(f"cannot write to {out_dir}: {reason}") from None
     try:
         if fcntl is None:
             raise OSError(errno.ENOLCK, "this system has no locks")

@@ -16,11 +16,13 @@ from torch import Tensor
 MEMORY_FOR_CUDA = 0.03  # share of a GPU's memory that CUDA and its libraries need for themselves
 MIN_BFLOAT16_WIDTH = 128  # of models that a CPU with units for bfloat16 trains faster in it
 
-# Dense bf16/fp16 tensor-core peaks in FLOP/s from the vendor's data sheets. The first name that is
-# part of torch.cuda.get_device_name() counts, so longer names come first.
+# Dense bf16/fp16 tensor-core peaks in FLOP/s from the vendor's data sheets. The first name whose
+# words are in torch.cuda.get_device_name() counts, so longer names come first.
 PEAK_FLOPS = {
     "GB200": 2500e12,
     "B200": 2250e12,
+    "GH200": 989e12,
+    "H200 NVL": 835e12,
     "H200": 989e12,
     "H100 PCIe": 756e12,
     "H100 NVL": 835e12,
@@ -78,9 +80,10 @@ def choose_device(name: str = "auto", local_rank: int | None = None) -> torch.de
 
 def choose_dtype(name: str, device: torch.device, width: int = 0) -> torch.dtype:
     """The dtype to compute in; "auto": bfloat16 or float16 on a GPU, float32 elsewhere, but on a
-    CPU bfloat16 for training a model of that `width` where `fastest_on_cpu` says so.
+    CPU bfloat16 for training a model of that `width` where `fastest_on_cpu` says so (0: float32;
+    several processes, each of which measured, might not agree).
 
-    Weights, gradients and optimizer state are float32 in any case.
+    In training, weights, gradients and optimizer state are float32 in any case.
     """
     if name == "auto":
         name = fastest_on_cpu(width) if device.type == "cpu" else "float32"
@@ -105,17 +108,18 @@ def fastest_on_cpu(width: int, cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
     precision, threads = torch.get_float32_matmul_precision(), torch.get_num_threads()
     multiply_by_onednn(described)  # as float32 would be trained
     torch.set_num_threads(1)  # and its own time, so that it does not matter what else is running
-    fastest = []
+    seconds = {}
     for dtype in (torch.float32, torch.bfloat16):
         a, times = torch.ones(512, 512, dtype=dtype), []
         for _ in range(6):
             began = time.thread_time()
             torch.mm(a, a)
             times.append(time.thread_time() - began)
-        fastest.append(min(times))
+        seconds[dtype] = min(times)
     torch.set_num_threads(threads)
     torch.set_float32_matmul_precision(precision)
-    return "bfloat16" if fastest[0] > 1.5 * fastest[1] else "float32"
+    faster = seconds[torch.float32] > 1.5 * seconds[torch.bfloat16]
+    return "bfloat16" if faster else "float32"
 
 
 def require_cuda(device: torch.device, **settings: bool | str) -> None:
@@ -138,7 +142,10 @@ def peak_flops(device: torch.device, dtype: torch.dtype, devices: int = 1) -> fl
     if device.type != "cuda" or dtype == torch.float32:
         return None
     name = torch.cuda.get_device_name(device)
-    return next((devices * peak for key, peak in PEAK_FLOPS.items() if key in name), None)
+    for key, peak in PEAK_FLOPS.items():
+        if re.search(rf"\b{key}\b(?! Laptop| D\b)", name):  # a laptop's is a smaller GPU
+            return devices * peak
+    return None
 
 
 def peak_memory_gib(device: torch.device) -> float | None:

@@ -23,14 +23,14 @@ from torch.nn import functional as F
 # Polynomials a x + b x^3 + c x^5 that, applied in turn, bring singular values between 3e-3 and 1 to
 # between 0.75 and 1.21 (computed as in Amsel et al. 2025, "The Polar Express"). The first three
 # allow for values 2% too large: bfloat16 can round a value out of their range, and there it would
-# blow up. With a fifth the bounds are 0.86 and 1.14, and training learns the same.
+# blow up. A fifth polynomial would bring them to between 0.86 and 1.14; training learns the same.
 POLYNOMIALS = (
     (8.057942, -22.052186, 15.540709),
     (3.926349, -2.753793, 0.497354),
     (3.454472, -2.487546, 0.477513),
     (2.511527, -1.852448, 0.438833),
 )
-MARGIN = 1.02  # times its norm is what a matrix is divided by, for the same reason
+MARGIN = 1.02  # a matrix is divided by this times its norm, for the same reason
 ROW_MEMORY = 0.95  # of the running mean square of a row
 UPDATE_RMS = 0.2  # what AdamW's updates typically have: one learning rate serves both
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from steady import checkpoint, memory, output
-from steady.distributed import gather_full, launcher, leave, peer_has_ended
+from steady.distributed import any_process, gather_full, launcher, leave, peer_has_ended
 from steady.memory import Split, StepShape
 
 import torch
@@ -37,8 +37,8 @@ class StopRequest:
 
     A second Ctrl-C or SIGTERM ends it at once, but only with `alone`, since torchrun passes one on
     several times. A lost terminal (SIGHUP), a limit of CPU time and what batch systems send as a
-    warning (SIGUSR1, SIGUSR2) may come several times, so these never end it at once. A run that
-    saves nothing (`saves`) ends at the first signal.
+    warning (SIGUSR1, SIGUSR2) may come several times, so these never end it at once. With
+    `saves=False` signals do what they always do: they end the run.
     """
 
     def __init__(self, alone: bool, announce: bool, saves: bool = True):
@@ -46,6 +46,10 @@ class StopRequest:
         if saves:
             names = "SIGINT", "SIGTERM", "SIGHUP", "SIGXCPU", "SIGUSR1", "SIGUSR2"
             on_signals(names, self.request)
+
+    def asked(self) -> bool:
+        """Whether any process has received a signal. All must call it, for they exchange that."""
+        return any_process(self.received)
 
     def request(self, signum: int, frame: object) -> None:
         self.received = True
@@ -57,8 +61,8 @@ class StopRequest:
 
 
 class Rescue:
-    """What happens to a run that an error ends, from here on: where its state is whole it is saved,
-    and a line says what happened, what was saved, and how to go on.
+    """From here on an error that ends the run saves its state, if that is whole, and a line says
+    what happened, what was saved, and how to go on.
 
     The loop sets `whole` to False while weights, optimizer and iteration do not belong together.
     With ddp every process holds all of the state, so the one with the error saves it, and exchanges
@@ -106,7 +110,7 @@ class Rescue:
         self.skipped = skipped
 
     def end(self, kind: type[BaseException], error: BaseException, trace: Any) -> None:
-        """An excepthook."""
+        """Called by Python for an exception that nobody has caught."""
         here, flags, happened = self.step.here, [], ""
         if memory.is_out_of_memory(error):
             flags, happened = memory.flags_for_less(self.step, self.split), "out of memory"
@@ -145,7 +149,7 @@ class Rescue:
 
 
 def stopped(iter_num: int, path: Path) -> str:
-    """What the run of this process ends with that a signal has stopped and `path` has saved."""
+    """The last lines of a run that a signal has stopped: where it was saved, how to go on."""
     go_on = how_to_go_on(path.parent)
     return f"stopped at iteration {iter_num}, saved {path}; to go on:\n  {go_on}"
 

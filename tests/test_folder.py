@@ -70,6 +70,12 @@ def test_a_name_that_torch_cannot_load_is_refused(tmp_path):
         folder.claim(tmp_path / "run_\udce9")
 
 
+def test_a_file_in_place_of_the_folder_is_named_as_such(tmp_path):
+    (tmp_path / "out").write_text("notes")
+    with pytest.raises(ValueError, match="out: it is a file, not a folder"):
+        folder.claim(tmp_path / "out")
+
+
 def test_f45_what_a_killed_run_left_is_removed_by_the_next(tmp_path):
     (tmp_path / "ckpt.pt.0a1b2c3d.tmp").write_text("half")
     folder.claim(tmp_path)

@@ -82,6 +82,11 @@ def test_f20_mfu_only_where_the_peak_is_known(monkeypatch):
         ("NVIDIA A100-SXM4-80GB", 312e12),
         ("NVIDIA A10G", 70e12),
         ("NVIDIA L40S", 362e12),
+        ("NVIDIA GH200 480GB", 989e12),
+        ("NVIDIA RTX A1000", None),
+        ("NVIDIA RTX A4000", None),
+        ("NVIDIA GeForce RTX 4090", 165e12),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
         ("NVIDIA GeForce GTX 1080", None),
     ):
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device, name=name: name)
