@@ -158,6 +158,11 @@ def start_from(source: str, data: DataSet, block_size: int, dropout: float) -> S
 
     Raises ValueError unless the model can be trained on such data.
     """
+    run = Path(source).parent if Path(source).is_file() else Path(source)
+    if (run / "ckpt.pt").is_file() and not (run / "config.json").is_file():
+        raise ValueError(
+            f"{source} is a run of train.py's: go on with it by --out_dir={run} --init_from=resume"
+        )
     pretrained = read_pretrained(source)
     longest = pretrained.model_config["block_size"]
     if block_size > longest:

@@ -151,10 +151,10 @@ iter_num, best_val_loss = start.iter_num, start.best_val_loss
 pretrained_dtype = start.pretrained_dtype  # for convert.py
 # where to go on in the data, even if the global batch was another before a resume
 data_offset = start.sequences - iter_num * sequences_per_iter
+if here.master and not eval_only:
+    folder.set_aside(out_path, start.outdated)
 del start  # the checkpoint's tensors
 
-if here.master and init_from != "resume" and not eval_only:
-    folder.set_aside(out_path)
 log = RunLog(out_path, config, iter_num, quiet=not here.master)
 log.line(environment.summary(device, dtype, plan, here, fp8))
 log.line(raw_model.summary(data.vocab_size))
@@ -251,7 +251,7 @@ log.start_clock(iter_num, sequences_per_iter * block_size, raw_model.flops_per_t
 micro_batches = loader.micro_batches(iter_num)
 tokens, targets = next(micro_batches)
 loss = torch.zeros((), device=device)  # our own tensor: a CUDA graph's output would be overwritten
-stopping, saved_iter = stop_request.asked(), None  # a signal may have come during set-up
+stopping, saved_iter = stop_request.asked(), iter_num if init_from == "resume" else None
 rescue = Rescue(ckpt_path, training_state, step_shape, fit.split, log.line)  # saves at an error
 while not stopping:
     # ---- learning rate ------------------------------------------------------

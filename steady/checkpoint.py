@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from steady import distributed
 from steady.distributed import Place
-from steady.folder import hold, last_set_aside, whole_file
+from steady.folder import FILES, hold, last_set_aside, whole_file
 from steady.optim import AdamW, decay_start, learning_rate_at, load_state
 from steady.tokenizer import check_meta
 
@@ -261,6 +261,7 @@ class Start(NamedTuple):
     sequences: int = 0  # drawn from the training data so far
     optimizer: dict[str, Any] | None = None
     scaler: dict[str, Any] | None = None
+    outdated: tuple[str, ...] = FILES  # of the run's folder, which are of another run
 
 
 def resume(path: Path, asked: GPTConfig, data: DataSet, config: dict[str, Any]) -> Start:
@@ -284,6 +285,9 @@ def resume(path: Path, asked: GPTConfig, data: DataSet, config: dict[str, Any]) 
         path,
     )
     best_val_loss, notes = what_changed(saved, data, config, path)
+    outdated = [] if best_val_loss == saved["best_val_loss"] else ["best.pt"]
+    if iteration_of(path.with_name("before_decay.pt")) >= saved["iter_num"]:
+        outdated.append("before_decay.pt")  # of steps that are taken once more, perhaps otherwise
     for note in notes if distributed.this_process().master else ():
         print(f"note: {note}")
     return Start(
@@ -295,7 +299,17 @@ def resume(path: Path, asked: GPTConfig, data: DataSet, config: dict[str, Any]) 
         saved["sequences"],
         saved["optimizer"],
         saved["scaler"],
+        tuple(outdated),
     )
+
+
+def iteration_of(path: Path) -> int:
+    """The iteration at which a checkpoint was written, of which no tensor is read; -1 if there is
+    none, or none that can be read."""
+    try:
+        return torch.load(path, "cpu", mmap=True, weights_only=True)["iter_num"]
+    except Exception:
+        return -1
 
 
 def what_changed(

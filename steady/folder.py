@@ -8,7 +8,7 @@ import re
 import secrets
 import socket
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
@@ -85,10 +85,10 @@ def hold(out_dir: Path) -> None:
     set_aside(out_dir)
 
 
-def set_aside(out_dir: Path) -> None:
+def set_aside(out_dir: Path, names: Sequence[str] = FILES) -> None:
     """Move an earlier run's files to a new folder in `out_dir`: `previous`, or where that is there
     already `previous-2` and so on. So no number of new runs destroys them."""
-    found = [out_dir / name for name in FILES]
+    found = [out_dir / name for name in names]
     found = [path for path in found if path.exists()]
     if found:
         aside, n = out_dir / "previous", 1

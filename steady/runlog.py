@@ -37,11 +37,12 @@ class RunLog:
         self.began, self.total_gib = time.monotonic(), None
         if self.keeps_metrics:
             # where the run ended it evaluated, and does not do so again if it goes on between two
-            ended = start_iter % (config["eval_interval"] or 1) and start_iter < config["max_iters"]
+            interval = config["eval_interval"]
+            due = interval and (start_iter % interval == 0 or start_iter >= config["max_iters"])
             kept = [
                 entry for entry in read_metrics(self.path)
                 if entry["iter"] < start_iter
-                or ended and entry["iter"] == start_iter and "val_loss" in entry
+                or not due and entry["iter"] == start_iter and "val_loss" in entry
             ]  # fmt: skip
             with whole_file(self.path) as file:
                 file.write("".join(json.dumps(e) + "\n" for e in kept).encode())

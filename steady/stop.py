@@ -35,10 +35,10 @@ def on_signals(names: Sequence[str], handler: Callable) -> None:
 class StopRequest:
     """`received` becomes true at the first signal; the run then finishes its step and saves.
 
-    A second Ctrl-C or SIGTERM ends it at once, but only with `alone`, since torchrun passes one on
-    several times. A lost terminal (SIGHUP), a limit of CPU time and what batch systems send as a
-    warning (SIGUSR1, SIGUSR2) may come several times, so these never end it at once. With
-    `saves=False` signals do what they always do: they end the run.
+    The same one again, if it is Ctrl-C or SIGTERM, ends it at once, but only with `alone`, since
+    torchrun passes one on several times. A lost terminal (SIGHUP), a limit of CPU time and what
+    batch systems send as a warning (SIGUSR1, SIGUSR2) may come several times, so these never end it
+    at once. With `saves=False` signals do what they always do: they end the run.
     """
 
     def __init__(self, alone: bool, announce: bool, saves: bool = True):

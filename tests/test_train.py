@@ -795,11 +795,64 @@ def test_f22_a_run_is_prolonged_from_before_its_decay(run, sums, tmp_path):
     note = "note: the learning rate rises from 6.00e-05 to 1.00e-02 after its decay had begun"
     assert f"{note}; {stable} is from before it\n" in shown
     assert checkpoint.load(stable)["iter_num"] == 4  # not 10, where the longer decay begins
-    os.replace(checkpoints / "before_decay.pt", checkpoints / "ckpt.pt")
+    shutil.copy(checkpoints / "before_decay.pt", checkpoints / "ckpt.pt")
     assert "rises" not in train(run, checkpoints, sums, *wsd, *longer)
+    assert checkpoint.load(checkpoints / "before_decay.pt")["iter_num"] == 6  # the longer run's
     assert losses(checkpoints) == losses(tmp_path / "whole")
     train(run, tmp_path / "late", sums, "--max_iters=1")  # another run: it overwrites nothing
     assert checkpoint.load(tmp_path / "late" / "previous" / "before_decay.pt")["iter_num"] == 4
+
+
+def test_a_state_before_the_decay_is_of_the_run_that_goes_on(run, sums, tmp_path):
+    wsd = "--lr_schedule=wsd", "--decay_fraction=0.5", "--lr_decay_iters=8", "--warmup_iters=0"
+    train(run, tmp_path, sums, *wsd, "--max_iters=3")
+    early = (tmp_path / "ckpt.pt").read_bytes()
+    resume = "--init_from=resume", "--max_iters=8"
+    train(run, tmp_path, sums, *wsd, *resume)
+    (tmp_path / "ckpt.pt").write_bytes(early)  # as after a crash
+    train(run, tmp_path, sums, *wsd, *resume, "--learning_rate=1e-3")
+    rates = [
+        checkpoint.load(folder / "before_decay.pt")["config"]["learning_rate"]
+        for folder in (tmp_path, tmp_path / "previous")
+    ]
+    assert rates == [1e-3, 1e-2]
+
+
+def test_f25_a_mistake_that_is_stopped_at_once_changes_no_checkpoint(
+    run, sums, tmp_path, monkeypatch
+):
+    """Other windows begin the best loss anew; what was the best is kept."""
+    train(run, tmp_path, sums, "--max_iters=10", "--eval_interval=10")
+    ckpt, best = ((tmp_path / name).read_bytes() for name in ("ckpt.pt", "best.pt"))
+    fit = memory.fit
+
+    def request_and_fit(*arguments):
+        signal.raise_signal(signal.SIGINT)
+        return fit(*arguments)
+
+    resume = "--init_from=resume", "--max_iters=20", "--eval_interval=10"
+    with monkeypatch.context() as patch:
+        patch.setattr(memory, "fit", request_and_fit)
+        assert "stopped at" in train(run, tmp_path, sums, *resume, "--eval_iters=1")
+    assert (tmp_path / "ckpt.pt").read_bytes() == ckpt
+    assert (tmp_path / "previous" / "best.pt").read_bytes() == best
+    shown = train(run, tmp_path, sums, *resume, "--learning_rate=3.0")
+    assert "note: evaluations" not in shown and "best so far" not in shown
+
+
+def test_the_last_evaluation_stays_in_a_run_that_goes_on_without_any(run, sums, tmp_path):
+    train(run, tmp_path, sums, "--max_iters=7", "--eval_interval=5")
+    resume = "--init_from=resume", "--eval_interval=0"
+    for more in ("--max_iters=7", "--max_iters=9"):
+        train(run, tmp_path, sums, *resume, more)
+        assert [entry["iter"] for entry in evaluations(tmp_path)] == [0, 5, 7]
+
+
+def test_a_run_given_as_a_pretrained_model_is_told_how_to_go_on(run, sums, tmp_path):
+    train(run, tmp_path / "first", sums, "--max_iters=1")
+    for source in (tmp_path / "first", tmp_path / "first" / "ckpt.pt"):
+        with pytest.raises(ValueError, match=r"by --out_dir=.*first --init_from=resume"):
+            train(run, tmp_path / "second", sums, f"--init_from={source}")
 
 
 def test_a_data_set_is_a_folder_in_data_or_a_path(run, sums, tmp_path, monkeypatch):
