@@ -115,7 +115,7 @@ asked = GPTConfig.from_settings(config, data.padded_vocab_size)
 if init_from == "scratch":
     start = checkpoint.Start(asked.settings())
 elif init_from == "resume":
-    start = checkpoint.resume(ckpt_path, asked, data, config)
+    start = checkpoint.resume(ckpt_path, asked, data, config, dtype)
 else:
     start = convert.start_from(init_from, data, block_size, dropout)
 model_config = GPTConfig(**start.model_config)
@@ -224,7 +224,7 @@ def training_state() -> dict:
     """The content of ckpt.pt: all that is needed to go on bit for bit."""
     return weights(best_val_loss) | {
         "optimizer": optimizer.state_dict(), "scaler": scaler.state_dict(),
-        "sequences": loader.position(iter_num), "data_ids": data.ids,
+        "sequences": loader.position(iter_num), "data_ids": data.ids, "dtype": str(dtype),
     }  # fmt: skip
 
 

@@ -264,7 +264,9 @@ class Start(NamedTuple):
     outdated: tuple[str, ...] = FILES  # of the run's folder, which are of another run
 
 
-def resume(path: Path, asked: GPTConfig, data: DataSet, config: dict[str, Any]) -> Start:
+def resume(
+    path: Path, asked: GPTConfig, data: DataSet, config: dict[str, Any], dtype: torch.dtype
+) -> Start:
     """Where the run that wrote `path` was.
 
     Args:
@@ -272,6 +274,7 @@ def resume(path: Path, asked: GPTConfig, data: DataSet, config: dict[str, Any]) 
             dropout; where it once came with pretrained weights, it still does.
         data: its tokenizer must be the checkpoint's. The lowest loss of other windows is no bar.
         config: train.py's settings.
+        dtype: what the run computes in from here on.
     """
     saved, model_config = load(path, EVERYTHING), asked.settings()
     architecture(saved, type(asked), path)
@@ -284,7 +287,7 @@ def resume(path: Path, asked: GPTConfig, data: DataSet, config: dict[str, Any]) 
         model_config | {"tokenizer": data.tokenizer},
         path,
     )
-    best_val_loss, notes = what_changed(saved, data, config, path)
+    best_val_loss, notes = what_changed(saved, data, config, dtype, path)
     outdated = [] if best_val_loss == saved["best_val_loss"] else ["best.pt"]
     if iteration_of(path.with_name("before_decay.pt")) >= saved["iter_num"]:
         outdated.append("before_decay.pt")  # of steps that are taken once more, perhaps otherwise
@@ -313,7 +316,7 @@ def iteration_of(path: Path) -> int:
 
 
 def what_changed(
-    saved: dict[str, Any], data: DataSet, config: dict[str, Any], path: Path
+    saved: dict[str, Any], data: DataSet, config: dict[str, Any], dtype: torch.dtype, path: Path
 ) -> tuple[float, list[str]]:
     """The loss that is the best so far in a run that goes on from `saved`, and what a user may not
     have meant to change."""
@@ -333,6 +336,9 @@ def what_changed(
             f"evaluations of {evaluated} sequences (eval_iters x batch_size) are not those"
         )  # fmt: skip
         notes.append(f"{what} of the checkpoint: its best loss does not count")
+    was, now = (str(d).removeprefix("torch.") for d in (saved.get("dtype", dtype), dtype))
+    if was != now:
+        notes.append(f"computed in {was} before, in {now} from here on: --dtype={was} keeps it")
     rate, was_rate = (learning_rate_at(saved["iter_num"], c) for c in (config, before))
     start, stable = decay_start(before), path.with_name("before_decay.pt")
     if start is not None and start < saved["iter_num"] < config["max_iters"] and rate > was_rate:

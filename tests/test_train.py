@@ -803,6 +803,14 @@ def test_f22_a_run_is_prolonged_from_before_its_decay(run, sums, tmp_path):
     assert checkpoint.load(tmp_path / "late" / "previous" / "before_decay.pt")["iter_num"] == 4
 
 
+def test_f22_going_on_in_another_dtype_is_said(run, sums, tmp_path):
+    train(run, tmp_path, sums, "--max_iters=2", "--dtype=float32")
+    note = "note: computed in float32 before, in bfloat16 from here on: --dtype=float32 keeps it"
+    resume = "--init_from=resume", "--max_iters=3"
+    assert note not in train(run, tmp_path, sums, *resume, "--dtype=float32")
+    assert note in train(run, tmp_path, sums, *resume, "--dtype=bfloat16")
+
+
 def test_a_state_before_the_decay_is_of_the_run_that_goes_on(run, sums, tmp_path):
     wsd = "--lr_schedule=wsd", "--decay_fraction=0.5", "--lr_decay_iters=8", "--warmup_iters=0"
     train(run, tmp_path, sums, *wsd, "--max_iters=3")
