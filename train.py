@@ -262,9 +262,9 @@ while not stopping:
     if eval_only or (eval_interval > 0 and (iter_num % eval_interval == 0 or finished)):
         began = time.perf_counter()
         losses = {"train_loss": evaluate(train_file), "val_loss": evaluate(val_file)}
+        rescue.require_finite(losses, iter_num)
         if stopping := stop_request.asked():
             break  # the run that goes on evaluates again
-        rescue.require_finite(losses, iter_num)
         better = iter_num > 0 and not eval_only and losses["val_loss"] < best_val_loss
         log.evaluation({"iter": iter_num} | losses, time.perf_counter() - began, better)
         if eval_only:

@@ -94,11 +94,12 @@ def step(
 CPU = torch.device("cpu")
 
 
-def set_up(onednn: bool) -> bool:
-    """As train.py does on a CPU, or as torch is at first; returns whether oneDNN multiplies."""
+def set_up(dtype: torch.dtype | None) -> bool:
+    """As train.py does for that dtype, or for None as torch is at first; returns whether oneDNN
+    multiplies float32."""
     torch.set_float32_matmul_precision("highest")
     torch.backends.cuda.enable_flash_sdp(True)
-    return onednn and hardware.use_onednn(CPU, torch.float32, WIDTH, BLOCK)
+    return dtype is not None and hardware.use_onednn(CPU, dtype, WIDTH, BLOCK)
 
 
 hardware.keep_freed_memory()
@@ -108,21 +109,20 @@ rate, decay = config["learning_rate"], config["weight_decay"]
 betas = config["beta1"], config["beta2"]
 own_adamw = torch.optim.AdamW(plain.parameters(), lr=rate, betas=betas, weight_decay=decay)
 fused = [build_optimizer(model, config) for model in (ours, plain)]
-variants = {
-    "plain": (plain, own_adamw, False),
-    "plain, fused AdamW": (plain, fused[1], False),
-    "ours": (ours, fused[0], True),
+chosen = hardware.choose_dtype("auto", CPU, WIDTH)
+variants = {  # and what each is set up for
+    "plain": (None, plain, own_adamw, False),
+    "plain, fused AdamW": (None, plain, fused[1], False),
+    "ours": (chosen, ours, fused[0], True, hardware.autocast(CPU, chosen)),
 }
-if set_up(onednn=True):
-    variants["ours, float32, MKL"] = (ours, fused[0], True)
-dtype = hardware.choose_dtype("auto", CPU, WIDTH)
-if dtype != torch.float32:
-    variants["ours, float32"] = variants["ours"]
-    variants["ours"] = (ours, fused[0], True, hardware.autocast(CPU, dtype))
+if chosen != torch.float32:
+    variants["ours, float32"] = (torch.float32, ours, fused[0], True)
+if set_up(torch.float32):
+    variants["ours, float32, MKL"] = (None, ours, fused[0], True)
 times: dict[str, list[float]] = {name: [] for name in variants}
 for _ in range(ROUNDS):
-    for name, arguments in variants.items():
-        set_up(onednn=name == "ours")
+    for name, (dtype, *arguments) in variants.items():
+        set_up(dtype)
         step(*arguments)
         began = time.perf_counter()
         for _ in range(STEPS):

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 MEMORY_FOR_CUDA = 0.03  # share of a GPU's memory that CUDA and its libraries need for themselves
-MIN_BFLOAT16_WIDTH = 128  # of models that a CPU with units for bfloat16 trains faster in it
+MIN_BFLOAT16_WIDTH = 128  # of models that a CPU with instructions for it trains faster
 
 # Dense bf16/fp16 tensor-core peaks in FLOP/s from the vendor's data sheets. The first name whose
 # words are in torch.cuda.get_device_name() counts, so longer names come first.
@@ -28,12 +28,14 @@ PEAK_FLOPS = {
     "H100 NVL": 835e12,
     "H100": 989e12,
     "A100": 312e12,
+    "A100X": 312e12,
     "A40": 150e12,
     "A10G": 70e12,
     "A10": 125e12,
     "L40S": 362e12,
     "L40": 181e12,
     "L4": 121e12,
+    "V100S": 130e12,
     "V100": 125e12,
     "T4": 65e12,
     "RTX 4090": 165e12,
@@ -143,7 +145,7 @@ def peak_flops(device: torch.device, dtype: torch.dtype, devices: int = 1) -> fl
         return None
     name = torch.cuda.get_device_name(device)
     for key, peak in PEAK_FLOPS.items():
-        if re.search(rf"\b{key}\b(?! Laptop| D\b)", name):  # a laptop's is a smaller GPU
+        if re.search(rf"\b{key}\b(?! (Laptop|D|Ti)\b)", name):  # those are other GPUs
             return devices * peak
     return None
 

@@ -33,7 +33,8 @@ def on_signals(names: Sequence[str], handler: Callable) -> None:
 
 
 class StopRequest:
-    """`received` becomes true at the first signal; the run then finishes its step and saves.
+    """`received` becomes true at the first signal; the run then finishes its step, or leaves its
+    evaluation to the run that goes on, and saves.
 
     The same one again, if it is Ctrl-C or SIGTERM, ends it at once, but only with `alone`, since
     torchrun passes one on several times. A lost terminal (SIGHUP), a limit of CPU time and what

@@ -87,6 +87,9 @@ def test_f20_mfu_only_where_the_peak_is_known(monkeypatch):
         ("NVIDIA RTX A4000", None),
         ("NVIDIA GeForce RTX 4090", 165e12),
         ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
+        ("NVIDIA GeForce RTX 4090 D", None),
+        ("NVIDIA GeForce RTX 3090 Ti", None),
+        ("NVIDIA H200 NVL", 835e12),
         ("NVIDIA GeForce GTX 1080", None),
     ):
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device, name=name: name)

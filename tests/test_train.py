@@ -15,7 +15,7 @@ import types
 import warnings
 from pathlib import Path
 
-from steady import checkpoint, environment, hardware, memory, recompute
+from steady import checkpoint, dataloader, environment, hardware, memory, recompute
 from steady.runlog import RunLog, read_metrics
 from steady.stop import how_to_go_on
 
@@ -320,6 +320,26 @@ def test_f31_a_signal_ends_an_evaluation_which_the_resumed_run_makes_again(
     found, expected = (evaluations(tmp_path / name) for name in ("parts", "whole"))
     assert [e["iter"] for e in found] == [0, 10, 12]
     assert [e["val_loss"] for e in found] == [e["val_loss"] for e in expected]
+
+
+def test_f19_a_signal_during_an_evaluation_saves_no_ruined_weights(
+    run, sums, tmp_path, monkeypatch
+):
+    train(run, tmp_path, sums, "--max_iters=5")
+    good = (tmp_path / "ckpt.pt").read_bytes()
+    eval_batches = dataloader.eval_batches
+
+    def interrupted(*arguments):
+        for n, batch in enumerate(eval_batches(*arguments)):
+            if n == 1:
+                signal.raise_signal(signal.SIGTERM)
+            yield batch
+
+    monkeypatch.setattr(dataloader, "eval_batches", interrupted)
+    ruined = "--learning_rate=3e38", "--log_interval=1000", "--eval_interval=8"
+    with pytest.raises(ValueError, match="train_loss nan .* not finite; .*ckpt.pt is kept"):
+        train(run, tmp_path, sums, *ruined, "--max_iters=12", "--init_from=resume")
+    assert (tmp_path / "ckpt.pt").read_bytes() == good
 
 
 def test_second_signal_stops_at_once(fork, sums, tmp_path):
