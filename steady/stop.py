@@ -58,7 +58,7 @@ class StopRequest:
         signal.signal(signum, signal.default_int_handler if once_more_counts else signal.SIG_IGN)
         if self.announce:  # not by print, which the signal may have interrupted
             again = b"; once more stops at once" if once_more_counts else b""
-            output.write((1, 2), b"\nstopping after this step and saving" + again + b"\n")
+            output.write((1, 2), b"\nstopping and saving" + again + b"\n")
 
 
 class Rescue:

@@ -501,7 +501,7 @@ def test_f31_sigterm_to_torchrun_saves_once(torchrun, launch, tmp_path):
     process.terminate()
     shown = process.stdout.read()
     process.wait(60)
-    assert shown.count("stopping after this step and saving\n") == 1
+    assert shown.count("stopping and saving\n") == 1
     (iteration,) = re.findall(r"stopped at iteration (\d+), saved", shown)
     assert "torchrun --standalone --nproc_per_node=2" in shown and "--init_from=resume" in shown
     assert checkpoint.load(tmp_path / "ckpt.pt")["iter_num"] == int(iteration)
