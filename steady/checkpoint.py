@@ -288,9 +288,12 @@ def resume(
         path,
     )
     best_val_loss, notes = what_changed(saved, data, config, dtype, path)
-    outdated = [] if best_val_loss == saved["best_val_loss"] else ["best.pt"]
-    if iteration_of(path.with_name("before_decay.pt")) >= saved["iter_num"]:
-        outdated.append("before_decay.pt")  # of steps that are taken once more, perhaps otherwise
+    # of other windows, or of steps that are taken once more, perhaps otherwise
+    now, outdated = saved["iter_num"], []
+    if best_val_loss != saved["best_val_loss"] or iteration_of(path.with_name("best.pt")) > now:
+        outdated.append("best.pt")
+    if iteration_of(path.with_name("before_decay.pt")) >= now:
+        outdated.append("before_decay.pt")
     for note in notes if distributed.this_process().master else ():
         print(f"note: {note}")
     return Start(

@@ -815,9 +815,11 @@ def test_f22_a_run_is_prolonged_from_before_its_decay(run, sums, tmp_path):
     note = "note: the learning rate rises from 6.00e-05 to 1.00e-02 after its decay had begun"
     assert f"{note}; {stable} is from before it\n" in shown
     assert checkpoint.load(stable)["iter_num"] == 4  # not 10, where the longer decay begins
+    best = (checkpoints / "best.pt").read_bytes()
     shutil.copy(checkpoints / "before_decay.pt", checkpoints / "ckpt.pt")
     assert "rises" not in train(run, checkpoints, sums, *wsd, *longer)
     assert checkpoint.load(checkpoints / "before_decay.pt")["iter_num"] == 6  # the longer run's
+    assert (checkpoints / "previous" / "best.pt").read_bytes() == best
     assert losses(checkpoints) == losses(tmp_path / "whole")
     train(run, tmp_path / "late", sums, "--max_iters=1")  # another run: it overwrites nothing
     assert checkpoint.load(tmp_path / "late" / "previous" / "before_decay.pt")["iter_num"] == 4
