@@ -125,6 +125,13 @@ def is_of_this_launch(path: Path) -> bool:
     return path.exists()
 
 
+def iteration_of(path: Path) -> int:
+    """The iteration at which `path` was written; -1 if it is missing or cannot be read."""
+    with contextlib.suppress(Exception):
+        return load_plain(path)["iter_num"]
+    return -1
+
+
 def read(path: Path) -> dict[str, Any]:
     """What `save` wrote to `path`, on the CPU. Tensors and plain values: nothing is executed.
 
@@ -307,15 +314,6 @@ def resume(
         saved["scaler"],
         tuple(outdated),
     )
-
-
-def iteration_of(path: Path) -> int:
-    """The iteration at which a checkpoint was written, of which no tensor is read; -1 if there is
-    none, or none that can be read."""
-    try:
-        return torch.load(path, "cpu", mmap=True, weights_only=True)["iter_num"]
-    except Exception:
-        return -1
 
 
 def what_changed(

@@ -101,14 +101,10 @@ def fastest_on_cpu(width: int, cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
     of 512 by 512 then takes a quarter of float32's time (Intel's AMX) or half of it (AMD's
     AVX512_BF16; Intel's takes longer than float32). Narrow models gain nothing.
     """
-    try:
-        described = cpuinfo.read_text(encoding="utf-8")
-    except OSError:  # not Linux
-        return "float32"
-    if width < MIN_BFLOAT16_WIDTH or not re.search("amx_bf16|avx512_bf16", described):
+    if width < MIN_BFLOAT16_WIDTH or not re.search("amx_bf16|avx512_bf16", described(cpuinfo)):
         return "float32"
     precision, threads = torch.get_float32_matmul_precision(), torch.get_num_threads()
-    multiply_by_onednn(described)  # as float32 would be trained
+    multiply_by_onednn(cpuinfo)  # as float32 would be trained
     torch.set_num_threads(1)  # and its own time, so that it does not matter what else is running
     seconds = {}
     for dtype in (torch.float32, torch.bfloat16):
@@ -122,6 +118,14 @@ def fastest_on_cpu(width: int, cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
     torch.set_float32_matmul_precision(precision)
     faster = seconds[torch.float32] > 1.5 * seconds[torch.bfloat16]
     return "bfloat16" if faster else "float32"
+
+
+def described(cpuinfo: Path) -> str:
+    """What Linux says of the processor; nothing on other systems."""
+    try:
+        return cpuinfo.read_text(encoding="utf-8")
+    except OSError:
+        return ""
 
 
 def require_cuda(device: torch.device, **settings: bool | str) -> None:
@@ -247,24 +251,22 @@ def use_onednn(
     and exact. Returns whether it does."""
     if device.type != "cpu" or dtype != torch.float32 or width < 64:
         return False
-    try:
-        if not multiply_by_onednn(cpuinfo.read_text(encoding="utf-8")):
-            return False
-    except OSError:  # not Linux
+    if not multiply_by_onednn(cpuinfo):
         return False
     # the fused attention kernel multiplies small blocks, for which oneDNN is slow
     torch.backends.cuda.enable_flash_sdp(block_size > 256)  # it means CPUs as well
     return True
 
 
-def multiply_by_onednn(cpuinfo: str) -> bool:
+def multiply_by_onednn(cpuinfo: Path) -> bool:
     """Have oneDNN compute float32 products where torch's choice, MKL, uses half of the processor:
     on AMD with AVX-512 (190 against 400 GFLOP/s on two cores of a Zen 5). Returns whether it does.
 
     The setting permits rounding to bfloat16, which oneDNN does on processors with AMX; whether it
     does here is tried out.
     """
-    if "AuthenticAMD" not in cpuinfo or torch.backends.cpu.get_cpu_capability() != "AVX512":
+    amd = "AuthenticAMD" in described(cpuinfo)
+    if not amd or torch.backends.cpu.get_cpu_capability() != "AVX512":
         return False
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("medium")

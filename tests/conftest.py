@@ -52,6 +52,11 @@ def free_port() -> int:
         return found.getsockname()[1]
 
 
+def skip_until(process, beginning):
+    """Read what `process` prints up to a line that begins so."""
+    assert any(line.startswith(beginning) for line in process.stdout), f"no line {beginning!r}"
+
+
 def wait_until(condition, seconds=60):
     """Returns what `condition()` comes to, once that is true."""
     end = time.monotonic() + seconds

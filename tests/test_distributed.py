@@ -18,7 +18,7 @@ from steady.runlog import read_metrics
 import forked
 import pytest
 import torch
-from conftest import ROOT, TINY, free_port, wait_until
+from conftest import ROOT, TINY, free_port, skip_until, wait_until
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -510,9 +510,7 @@ def test_f31_sigterm_to_torchrun_saves_once(torchrun, launch, tmp_path):
 
 def test_f31_a_signal_ends_an_evaluation_on_all_processes(torchrun, tmp_path):
     process = torchrun(tmp_path, "--eval_iters=20000", "--parallel=fsdp")
-    for line in process.stdout:
-        if line.startswith("memory"):  # evaluates before the first iteration
-            break
+    skip_until(process, "memory")  # evaluates before the first iteration
     time.sleep(0.5)
     process.terminate()
     shown = process.stdout.read()

@@ -1,5 +1,6 @@
 """train.py as a user runs it. Most runs share this process; signals need one of their own."""
 
+import contextlib
 import json
 import os
 import pty
@@ -22,7 +23,7 @@ from steady.stop import how_to_go_on
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, TINY
+from conftest import ROOT, TINY, skip_until
 
 import model as model_file
 from configurator import batch_note, read_settings
@@ -42,6 +43,20 @@ def evaluations(out):
 
 def losses(out):
     return [entry["loss"] for entry in steps(out)]
+
+
+@contextlib.contextmanager
+def interrupted_set_up(monkeypatch):
+    """Runs in here get a Ctrl-C before they find out what fits."""
+    fit = memory.fit
+
+    def request_and_fit(*arguments):
+        signal.raise_signal(signal.SIGINT)
+        return fit(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(memory, "fit", request_and_fit)
+        yield
 
 
 def same_state(a, b):
@@ -282,10 +297,8 @@ def test_f31_signal_saves_says_how_to_resume_and_resuming_is_exact(
     arguments = [*TINY, f"--dataset={sums}", "--max_iters=400", "--dropout=0.1"]
     process = fork("train.py", *arguments, f"--out_dir={tmp_path / 'parts'}")
     stop_at = random.randrange(5, 60)
-    for line in process.stdout:
-        if line.startswith(f"iter {stop_at:6d} | loss"):
-            process.send_signal(signum)
-            break
+    skip_until(process, f"iter {stop_at:6d} | loss")
+    process.send_signal(signum)
     rest = process.stdout.read()
     assert process.wait(30) == 0, rest
     assert "--init_from=resume" in rest and "Traceback" not in rest
@@ -306,9 +319,7 @@ def test_f31_a_signal_ends_an_evaluation_which_the_resumed_run_makes_again(
     often = [f"--dataset={sums}", "--max_iters=12", "--eval_interval=10", "--dropout=0.1"]
     process = fork("train.py", *TINY, *often, f"--out_dir={tmp_path / 'parts'}",
                    "--eval_iters=20000", "--init_from=scratch")  # fmt: skip
-    for line in process.stdout:
-        if line.startswith("memory"):  # evaluates before the first iteration
-            break
+    skip_until(process, "memory")  # evaluates before the first iteration
     time.sleep(0.5)
     process.send_signal(signal.SIGTERM)
     began, rest = time.monotonic(), process.stdout.read()
@@ -345,9 +356,7 @@ def test_f19_a_signal_during_an_evaluation_saves_no_ruined_weights(
 def test_second_signal_stops_at_once(fork, sums, tmp_path):
     more = [f"--dataset={sums}", f"--out_dir={tmp_path}", "--gradient_accumulation_steps=100000"]
     process = fork("train.py", *TINY, *more, "--eval_interval=0")
-    for line in process.stdout:
-        if line.startswith("memory"):
-            break
+    skip_until(process, "memory")
     time.sleep(1.0)
     process.send_signal(signal.SIGINT)
     time.sleep(0.5)
@@ -358,14 +367,7 @@ def test_second_signal_stops_at_once(fork, sums, tmp_path):
 
 
 def test_f31_a_request_while_compiling_trains_nothing_more(run, sums, tmp_path, monkeypatch):
-    fit = memory.fit
-
-    def request_and_fit(*arguments):
-        signal.raise_signal(signal.SIGINT)
-        return fit(*arguments)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(memory, "fit", request_and_fit)
+    with interrupted_set_up(monkeypatch):
         shown = train(run, tmp_path / "parts", sums)
     assert "stopped at iteration 0, saved" in shown
     assert not evaluations(tmp_path / "parts") and not steps(tmp_path / "parts")
@@ -377,9 +379,7 @@ def test_f31_a_request_while_compiling_trains_nothing_more(run, sums, tmp_path, 
 def test_first_signal_stops_what_saves_nothing(fork, sums, tmp_path):
     more = [f"--dataset={sums}", f"--out_dir={tmp_path}", "--eval_iters=100000"]
     process = fork("train.py", *TINY, *more, "--eval_only=True")
-    for line in process.stdout:
-        if line.startswith("memory"):
-            break
+    skip_until(process, "memory")
     process.send_signal(signal.SIGINT)
     assert process.wait(10) != 0
     rest = process.stdout.read()
@@ -854,15 +854,8 @@ def test_f25_a_mistake_that_is_stopped_at_once_changes_no_checkpoint(
     """Other windows begin the best loss anew; what was the best is kept."""
     train(run, tmp_path, sums, "--max_iters=10", "--eval_interval=10")
     ckpt, best = ((tmp_path / name).read_bytes() for name in ("ckpt.pt", "best.pt"))
-    fit = memory.fit
-
-    def request_and_fit(*arguments):
-        signal.raise_signal(signal.SIGINT)
-        return fit(*arguments)
-
     resume = "--init_from=resume", "--max_iters=20", "--eval_interval=10"
-    with monkeypatch.context() as patch:
-        patch.setattr(memory, "fit", request_and_fit)
+    with interrupted_set_up(monkeypatch):
         assert "stopped at" in train(run, tmp_path, sums, *resume, "--eval_iters=1")
     assert (tmp_path / "ckpt.pt").read_bytes() == ckpt
     assert (tmp_path / "previous" / "best.pt").read_bytes() == best
