@@ -136,8 +136,7 @@ class Attention(nn.Module):
         self, x: Tensor, rope: tuple[Tensor, Tensor], cache: LayerCache | None = None
     ) -> Tensor:
         B, T, _ = x.shape
-        q, k = side_by_side(x, self.q_proj, self.k_proj)
-        v = self.v_proj(x)  # apart: backward keeps v, and a slice keeps all that it was cut from
+        q, k, v = side_by_side(x, self.q_proj, self.k_proj, self.v_proj)
         q, k, v = (y.view(B, T, -1, self.head_dim) for y in (q, k, v))  # (B, T, H or K, D)
         if self.qk_norm:
             q, k = self.q_norm(q), self.k_norm(k)

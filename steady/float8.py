@@ -12,13 +12,13 @@ over. y = x W^T sums over the features of x, the gradient of x over those of y, 
 over tokens: so backward transposes the weight's copy, the gradient of y, and x.
 
 Besides the products, time goes into passes over what is multiplied: one for its maximum, one for
-the cast. So layers with the same input share both, and an MLP is one function, whose backward
-writes all it needs of SwiGLU in one pass.
+the cast. So layers of one input share both, and one copy of their weights: queries, keys and values
+are one product in backward, gate and up too. An MLP is one function: it keeps gate and up in FP8,
+and its backward writes all it needs of SwiGLU in one pass.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 MIN_WIDTH = 1024  # from which on FP8 makes a step faster (H200, see docs/results.md)
 MULTIPLE = 16  # FP8 kernels take matrices whose sides are multiples of this
+# Layers of model.py that are given the same input, in one call: all but the first, and the first.
+SAME_INPUT = {"k_proj": "q_proj", "v_proj": "q_proj", "up_proj": "gate_proj"}
 
 
 def require_float8(step: StepShape, device: torch.device) -> None:
@@ -72,15 +74,24 @@ def require_float8(step: StepShape, device: torch.device) -> None:
 
 @torch.no_grad()
 def use_float8(model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan) -> None:
-    """Have the linear layers of `model`'s blocks multiply in FP8 when training; their copies of the
+    """Have the linear layers of `model`'s blocks multiply in FP8 when training; the copies of their
     weights are made now and after every step of `optimizer`. Decide before compiling."""
-    blocks = [[m for m in block.modules() if isinstance(m, nn.Linear)] for block in model.blocks]
-    for layer in itertools.chain(*blocks):
-        layer.weight8 = torch.empty_like(layer.weight, dtype=E4M3)
-        layer.weight8_scale = layer.weight.new_empty(())
     # listed once, since looking up a thousand attributes after every step would keep the host busy
-    blocks = [[(m.weight, m.weight8, m.weight8_scale) for m in layers] for layers in blocks]
-    weights, _, scales = zip(*itertools.chain(*blocks), strict=True)
+    weights, scales, scale_index, blocks = [], [], [], []
+    for block in model.blocks:
+        blocks.append([])
+        for layers in layers_by_input(block):
+            group = [layer.weight for layer in layers]
+            sizes = [len(weight) for weight in group]
+            copy = group[0].new_empty((sum(sizes), group[0].shape[1]), dtype=E4M3)
+            scale = group[0].new_empty(())
+            for layer, part in zip(layers, copy.split(sizes), strict=True):
+                layer.weight8, layer.weight8_scale = copy, scale
+                blocks[-1].append((layer.weight, part, scale))
+            weights += group
+            scale_index += [len(scales)] * len(group)
+            scales.append(scale)
+    scale_index = torch.tensor(scale_index, device=scales[0].device)
     # Compiled, it takes half of the memory traffic. One call per weight would take the host longer;
     # one for all blocks would take long to compile. CUDA graphs hold the addresses: in place.
     write = compiled_if_possible(write_copies, dynamic=False) if plan.compiled else write_copies
@@ -88,6 +99,7 @@ def use_float8(model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan) -
     @torch.no_grad()
     def after_step(*_):
         largest = torch.stack(torch._foreach_norm(weights, math.inf))
+        largest = largest.new_zeros(len(scales)).scatter_reduce(0, scale_index, largest, "amax")
         torch._foreach_copy_(scales, scale_for(largest, E4M3).unbind())
         for block in blocks:
             write(block)
@@ -96,10 +108,20 @@ def use_float8(model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan) -
     optimizer.register_step_post_hook(after_step)
 
 
+def layers_by_input(block: nn.Module) -> list[list[nn.Linear]]:
+    """The linear layers of `block`; those of one input are together."""
+    groups: dict[tuple[str, str], list[nn.Linear]] = {}
+    for path, layer in block.named_modules():
+        if isinstance(layer, nn.Linear):
+            parent, _, name = path.rpartition(".")
+            groups.setdefault((parent, SAME_INPUT.get(name, name)), []).append(layer)
+    return list(groups.values())
+
+
 def write_copies(layers: list[tuple[Tensor, Tensor, Tensor]]) -> None:
-    """For every weight, copy and scale: write the copy."""
-    for weight, weight8, weight8_scale in layers:
-        weight8.copy_(cast(weight, weight8_scale, E4M3))
+    """For every weight, its part of a copy, and scale: write that part."""
+    for weight, part, scale in layers:
+        part.copy_(cast(weight, scale, E4M3))
 
 
 def scale_for(largest: Tensor, dtype: torch.dtype) -> Tensor:
@@ -107,10 +129,10 @@ def scale_for(largest: Tensor, dtype: torch.dtype) -> Tensor:
     return largest.float().clamp(min=1e-12) / torch.finfo(dtype).max
 
 
-def scale_of(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """The scale of x (rows, columns)."""
+def scale_of(dtype: torch.dtype, *tensors: Tensor) -> Tensor:
+    """The one scale of matrices (rows, columns) that are multiplied side by side."""
     # each row's maximum first: compiled code finds that in the kernel that writes the row
-    return scale_for(x.abs().amax(dim=1).amax(), dtype)
+    return scale_for(torch.stack([x.abs().amax(dim=1) for x in tensors]).amax(), dtype)
 
 
 def cast(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
@@ -119,93 +141,97 @@ def cast(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def float8_linears(x: Tensor, *layers: nn.Linear) -> tuple[Tensor, ...]:
-    """x (..., in) @ weight.T (in, out) of every layer, in FP8; returns (..., out) in bfloat16.
+    """x (..., in) @ weight.T (in, out) of all layers of one input, in FP8; returns (..., out) in
+    bfloat16, the last as a tensor of its own.
 
     The weights' gradients are returned in float32.
     """
-    outputs = _Float8Linears.apply(x.flatten(0, -2).bfloat16(), *tensors_of(layers))
+    weights = [layer.weight for layer in layers]
+    outputs = _Float8Linears.apply(rows_of(x), *copy_of(layers[0]), *weights)
     return tuple(y.unflatten(0, x.shape[:-1]) for y in outputs)
 
 
 def float8_mlp(x: Tensor, gate: nn.Linear, up: nn.Linear, down: nn.Linear) -> Tensor:
     """down(silu(gate(x)) * up(x)) in FP8, of x (..., in); returns (..., in) in bfloat16."""
-    rows = x.flatten(0, -2).bfloat16()
-    return _Float8MLP.apply(rows, *tensors_of((gate, up, down))).unflatten(0, x.shape[:-1])
+    weights = gate.weight, up.weight, down.weight
+    y = _Float8MLP.apply(rows_of(x), *copy_of(gate), *copy_of(down), *weights)
+    return y.unflatten(0, x.shape[:-1])
 
 
-def tensors_of(layers: Sequence[nn.Linear]) -> list[Tensor]:
-    """All weights, then all copies, then all scales."""
-    names = "weight", "weight8", "weight8_scale"
-    return [getattr(layer, name) for name in names for layer in layers]
+def rows_of(x: Tensor) -> Tensor:
+    return x.flatten(0, -2).bfloat16()
+
+
+def copy_of(layer: nn.Linear) -> tuple[Tensor, Tensor]:
+    """The copy in which `layer`'s weight lies, and its scale."""
+    return layer.weight8, layer.weight8_scale
 
 
 class _Float8Linears(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, *tensors):
-        n = len(tensors) // 3  # the weights themselves only take their gradients
-        weights8, weight_scales = tensors[n : 2 * n], tensors[2 * n :]
-        x_scale = scale_of(x, E4M3)
+    def forward(ctx, x, weight8, weight_scale, *weights):
+        ctx.sizes = [len(weight) for weight in weights]  # they themselves only take gradients
+        x_scale = scale_of(E4M3, x)
         x8 = cast(x, x_scale, E4M3)
-        ctx.save_for_backward(x8, x_scale, *weights8, *weight_scales)
-        pairs = zip(weights8, weight_scales, strict=True)
-        return tuple(product(x8, weight8, x_scale, scale) for weight8, scale in pairs)
+        ctx.save_for_backward(x8, x_scale, weight8, weight_scale)
+        *sizes, size = ctx.sizes
+        together, last = weight8.split([sum(sizes), size])
+        outputs = product(x8, together, x_scale, weight_scale).split(sizes, dim=1) if sizes else ()
+        return *outputs, product(x8, last, x_scale, weight_scale)
 
     @staticmethod
     def backward(ctx, *grads):
-        x8, x_scale, *tensors = ctx.saved_tensors
-        n, x8_t = len(grads), x8.T.contiguous()
-        found = [
-            gradients(grad, scale_of(grad, E5M2), x8_t, x_scale, weight8, weight_scale)
-            for grad, weight8, weight_scale in zip(grads, tensors[:n], tensors[n:], strict=True)
-        ]
-        grads_x, grads_weight = zip(*found, strict=True)
-        return sum(grads_x[1:], grads_x[0]), *grads_weight, *[None] * (2 * n)
+        x8, x_scale, weight8, weight_scale = ctx.saved_tensors
+        grad_x, grad_weight = gradients(
+            grads, scale_of(E5M2, *grads), x8, x_scale, weight8, weight_scale
+        )
+        return grad_x, None, None, *grad_weight.split(ctx.sizes)
 
 
 class _Float8MLP(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, *tensors):
-        gate8, up8, down8, gate_scale, up_scale, down_scale = tensors[3:]
-        x_scale = scale_of(x, E4M3)
+    def forward(ctx, x, gate_up8, gate_up_scale, down8, down_scale, *weights):
+        x_scale = scale_of(E4M3, x)
         x8 = cast(x, x_scale, E4M3)
-        gate, up = product(x8, gate8, x_scale, gate_scale), product(x8, up8, x_scale, up_scale)
+        gate, up = (product(x8, part, x_scale, gate_up_scale) for part in gate_up8.chunk(2))
         hidden = F.silu(gate) * up
         # seen as rows of 1024 where the size allows it: so many a kernel compares at once
-        pieces = hidden.view(-1, 1024) if hidden.numel() % 1024 == 0 else hidden
-        hidden_scale = scale_of(pieces, E4M3)
-        ctx.save_for_backward(x8, x_scale, gate, up, hidden_scale, *tensors[3:])
+        columns = 1024 if hidden.numel() % 1024 == 0 else hidden.shape[1]
+        pieces = [y.view(-1, columns).abs().amax(dim=1) for y in (hidden, gate, up)]
+        largest = torch.stack(pieces).amax(dim=1)
+        hidden_scale, gate_scale, up_scale = (scale_for(y, E4M3) for y in largest)
+        gate8, up8 = cast(gate, gate_scale, E4M3), cast(up, up_scale, E4M3)
+        of_swiglu = gate8, gate_scale, up8, up_scale, hidden_scale
+        ctx.save_for_backward(x8, x_scale, gate_up8, gate_up_scale, down8, down_scale, *of_swiglu)
         return product(cast(hidden, hidden_scale, E4M3), down8, hidden_scale, down_scale)
 
     @staticmethod
     def backward(ctx, grad):
-        x8, x_scale, gate, up, hidden_scale, *tensors = ctx.saved_tensors
-        gate8, up8, down8, gate_scale, up_scale, down_scale = tensors
-        scale = scale_of(grad, E5M2)
-        grad8, grad8_t = cast_and_transpose(grad, scale, E5M2)
+        x8, x_scale, gate_up8, gate_up_scale, down8, down_scale, *of_swiglu = ctx.saved_tensors
+        scale, hidden_scale = scale_of(E5M2, grad), of_swiglu[-1]
+        grad8, grad8_t = cast_and_transpose([grad], scale, E5M2)
         grad_hidden = product(grad8, down8.T.contiguous(), scale, down_scale)
-        # of gate's and up's outputs
-        grad_gate, grad_up, hidden8_t, grad_gate_scale, grad_up_scale = swiglu_backward(
-            gate, up, grad_hidden, hidden_scale
-        )
+        grad_both, both_scale, hidden8_t = swiglu_backward(*of_swiglu, grad_hidden)
         down_weight = product(grad8_t, hidden8_t, scale, hidden_scale, torch.float32)
-        of_x = x8.T.contiguous(), x_scale
-        by_gate, gate_weight = gradients(grad_gate, grad_gate_scale, *of_x, gate8, gate_scale)
-        by_up, up_weight = gradients(grad_up, grad_up_scale, *of_x, up8, up_scale)
-        return by_gate + by_up, gate_weight, up_weight, down_weight, *[None] * 6
+        grad_x, grad_weight = gradients(
+            [grad_both], both_scale, x8, x_scale, gate_up8, gate_up_scale
+        )
+        return grad_x, *[None] * 4, *grad_weight.chunk(2), down_weight
 
 
 def gradients(
-    grad: Tensor,
+    grads: Sequence[Tensor],
     scale: Tensor,
-    x8_t: Tensor,
+    x8: Tensor,
     x_scale: Tensor,
     weight8: Tensor,
     weight_scale: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """The gradients of one product's x (in bfloat16) and weight (in float32)."""
-    grad8, grad8_t = cast_and_transpose(grad, scale, E5M2)
+    """The gradients of x (in bfloat16) and of the weights (in float32) of layers of one input, from
+    those of their outputs, which have one scale."""
+    grad8, grad8_t = cast_and_transpose(grads, scale, E5M2)
     grad_x = product(grad8, weight8.T.contiguous(), scale, weight_scale)
-    return grad_x, product(grad8_t, x8_t, scale, x_scale, torch.float32)
+    return grad_x, product(grad8_t, x8.T.contiguous(), scale, x_scale, torch.float32)
 
 
 def product(
@@ -218,48 +244,61 @@ def product(
     return torch._scaled_mm(a, b.T, a_scale, b_scale, out_dtype=dtype, use_fast_accum=True)
 
 
-def cast_and_transpose(x: Tensor, scale: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """x / scale (rows, columns) in FP8, and its transpose."""
-    if not runs_kernels(x):
-        x8 = cast(x, scale, dtype)
+def cast_and_transpose(
+    tensors: Sequence[Tensor], scale: Tensor, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Matrices (rows, columns) side by side, divided by `scale`, in FP8, and their transpose."""
+    rows, width = len(tensors[0]), sum(x.shape[1] for x in tensors)
+    if not runs_kernels(tensors[0]):
+        x8 = cast(torch.cat(list(tensors), dim=1), scale, dtype)
         return x8, x8.T.contiguous()
-    rows, columns = x.shape
-    x8 = x.new_empty((rows, columns), dtype=dtype)
-    x8_t = x.new_empty((columns, rows), dtype=dtype)
-    tiles = triton.cdiv(rows, TILE), triton.cdiv(columns, TILE)
-    _cast_and_transpose_kernel[tiles](
-        x.contiguous(), scale, x8, x8_t, rows, columns, TILE=TILE, num_warps=4
-    )
+    x8 = tensors[0].new_empty((rows, width), dtype=dtype)
+    x8_t = tensors[0].new_empty((width, rows), dtype=dtype)
+    first = 0
+    for x in tensors:
+        columns = x.shape[1]
+        tiles = triton.cdiv(rows, TILE), triton.cdiv(columns, TILE)
+        _cast_and_transpose_kernel[tiles](
+            x.contiguous(), scale, x8, x8_t, rows, columns, first, width, TILE=TILE, num_warps=4
+        )
+        first += columns
     return x8, x8_t
 
 
 def swiglu_backward(
-    gate: Tensor, up: Tensor, grad: Tensor, hidden_scale: Tensor
-) -> tuple[Tensor, ...]:
-    """Backward of hidden = silu(gate) * up, all (rows, columns) in bfloat16.
+    gate8: Tensor,
+    gate_scale: Tensor,
+    up8: Tensor,
+    up_scale: Tensor,
+    hidden_scale: Tensor,
+    grad: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Backward of hidden = silu(gate) * up, all (rows, columns).
 
-    Returns the gradients of gate and up, hidden / hidden_scale in FP8 and transposed, and the
-    scales that the two gradients need.
+    Takes gate and up in FP8, the scale that hidden had, and hidden's gradient in bfloat16. Returns
+    the gradients of gate and up side by side (rows, 2 columns) in bfloat16, the scale that they
+    need, and hidden in FP8 and transposed.
     """
-    if runs_kernels(gate):
-        rows, columns = gate.shape
-        grad_gate, grad_up = torch.empty_like(gate), torch.empty_like(up)
-        hidden8_t = gate.new_empty((columns, rows), dtype=E4M3)
+    rows, columns = gate8.shape
+    if runs_kernels(gate8):
+        grads = grad.new_empty((rows, 2 * columns))
+        hidden8_t = gate8.new_empty((columns, rows))
         tiles = triton.cdiv(rows, TILE), triton.cdiv(columns, TILE)
-        largest = gate.new_empty((2, tiles[0] * tiles[1]), dtype=torch.float32)
+        largest = grad.new_empty(tiles, dtype=torch.float32)
         _swiglu_backward_kernel[tiles](
-            gate, up, grad, hidden_scale, grad_gate, grad_up, hidden8_t, largest, rows, columns,
-            TILE=TILE, num_warps=8,
+            gate8, gate_scale, up8, up_scale, hidden_scale, grad, grads, hidden8_t, largest,
+            rows, columns, TILE=TILE, num_warps=8,
         )  # fmt: skip
-        scales = (scale_for(of_tiles.amax(), E5M2) for of_tiles in largest)
-        return grad_gate, grad_up, hidden8_t, *scales
-    gate, up, grad = gate.float(), up.float(), grad.float()
+        return grads, scale_for(largest.amax(), E5M2), hidden8_t
+    gate, up, grad = gate8.float() * gate_scale, up8.float() * up_scale, grad.float()
     sigmoid = gate.sigmoid()
     silu = gate * sigmoid
-    both = grad * up * (sigmoid + silu * (1.0 - sigmoid)), grad * silu
-    hidden8_t = cast(silu * up, hidden_scale, E4M3).T.contiguous()
-    scales = (scale_for(values.abs().amax(), E5M2) for values in both)
-    return *(values.bfloat16() for values in both), hidden8_t, *scales
+    grads = torch.cat((grad * up * (sigmoid + silu * (1.0 - sigmoid)), grad * silu), dim=1)
+    # rounding gate and up can make their product larger than the value that has set its scale
+    largest = hidden_scale * torch.finfo(E4M3).max
+    hidden = (silu * up).clamp(-largest, largest)
+    hidden8_t = cast(hidden, hidden_scale, E4M3).T.contiguous()
+    return grads.bfloat16(), scale_for(grads.abs().amax(), E5M2), hidden8_t
 
 
 TILE = 64  # rows and columns that one program of a kernel treats
@@ -268,35 +307,38 @@ if triton is not None:
     # Compiled by torch, these two would read or write column by column, at half the speed.
 
     @triton.jit
-    def _cast_and_transpose_kernel(x, scale, x8, x8_t, rows, columns, TILE: tl.constexpr):
+    def _cast_and_transpose_kernel(
+        x, scale, x8, x8_t, rows, columns, first, width, TILE: tl.constexpr
+    ):
         row = (tl.program_id(0) * TILE + tl.arange(0, TILE)[:, None]).to(tl.int64)
         column = (tl.program_id(1) * TILE + tl.arange(0, TILE)[None, :]).to(tl.int64)
         inside = (row < rows) & (column < columns)
         values = tl.load(x + row * columns + column, mask=inside, other=0.0).to(tl.float32)
         values = (values * (1.0 / tl.load(scale))).to(x8.dtype.element_ty)
-        tl.store(x8 + row * columns + column, values, mask=inside)
+        column += first
+        tl.store(x8 + row * width + column, values, mask=inside)
         tl.store(x8_t + column * rows + row, values, mask=inside)
 
     @triton.jit
     def _swiglu_backward_kernel(
-        gate, up, grad, hidden_scale, grad_gate, grad_up, hidden8_t, largest, rows, columns,
-        TILE: tl.constexpr,
+        gate8, gate_scale, up8, up_scale, hidden_scale, grad, grads, hidden8_t, largest,
+        rows, columns, TILE: tl.constexpr,
     ):  # fmt: skip
         row = (tl.program_id(0) * TILE + tl.arange(0, TILE)[:, None]).to(tl.int64)
         column = (tl.program_id(1) * TILE + tl.arange(0, TILE)[None, :]).to(tl.int64)
         inside = (row < rows) & (column < columns)
         at = row * columns + column
-        g = tl.load(gate + at, mask=inside, other=0.0).to(tl.float32)
-        u = tl.load(up + at, mask=inside, other=0.0).to(tl.float32)
+        g = tl.load(gate8 + at, mask=inside, other=0.0).to(tl.float32) * tl.load(gate_scale)
+        u = tl.load(up8 + at, mask=inside, other=0.0).to(tl.float32) * tl.load(up_scale)
         by_hidden = tl.load(grad + at, mask=inside, other=0.0).to(tl.float32)
         sigmoid = tl.sigmoid(g)
         silu = g * sigmoid
         by_gate, by_up = by_hidden * u * (sigmoid + silu * (1.0 - sigmoid)), by_hidden * silu
-        tl.store(grad_gate + at, by_gate.to(grad_gate.dtype.element_ty), mask=inside)
-        tl.store(grad_up + at, by_up.to(grad_up.dtype.element_ty), mask=inside)
-        hidden8 = (silu * u * (1.0 / tl.load(hidden_scale))).to(hidden8_t.dtype.element_ty)
+        left = row * 2 * columns + column
+        tl.store(grads + left, by_gate.to(grads.dtype.element_ty), mask=inside)
+        tl.store(grads + left + columns, by_up.to(grads.dtype.element_ty), mask=inside)
+        hidden = silu * u * (1.0 / tl.load(hidden_scale))
+        hidden8 = tl.clamp(hidden, -448.0, 448.0).to(hidden8_t.dtype.element_ty)  # e4m3's largest
         tl.store(hidden8_t + column * rows + row, hidden8, mask=inside)
         tile = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
-        tiles = tl.num_programs(0) * tl.num_programs(1)
-        tl.store(largest + tile, tl.max(tl.abs(by_gate)))
-        tl.store(largest + tiles + tile, tl.max(tl.abs(by_up)))
+        tl.store(largest + tile, tl.maximum(tl.max(tl.abs(by_gate)), tl.max(tl.abs(by_up))))

@@ -24,7 +24,8 @@ def compute_dtype(tensor: Tensor) -> torch.dtype:
 class Linear(nn.Linear):
     """nn.Linear without a bias: (B, T, in_features) to (B, T, out_features).
 
-    Where `float8.use_float8` has given it an FP8 copy of its weight, training multiplies that.
+    Where `float8.use_float8` has given it an FP8 copy of its weight, perhaps together with those of
+    other layers of the same input, training multiplies that.
     """
 
     def __init__(self, in_features: int, out_features: int):
@@ -44,14 +45,18 @@ class Linear(nn.Linear):
 
 
 def side_by_side(x: Tensor, *layers: Linear) -> tuple[Tensor, ...]:
-    """The outputs of several layers for the same x (B, T, in): one product, which takes less time
-    than several, except for a single token, where joining the weights takes longer."""
+    """The outputs of several layers for the same x (B, T, in). All but the last are one product,
+    which takes less time than several, except for a single token, where joining the weights takes
+    longer. The last, values, is a tensor of its own: attention keeps it for backward, and a slice
+    would keep all that it was cut from."""
     if layers[0].in_float8:
         return float8_linears(x, *layers)
-    weights = [layer.weight for layer in layers]
+    *weights, last = [layer.weight for layer in layers]
     if x.shape[1] == 1:
-        return tuple(linear(x, weight)[0] for weight in weights)
-    return linear(x, *weights)
+        together = [linear(x, weight)[0] for weight in weights]
+    else:
+        together = linear(x, *weights) if weights else ()
+    return *together, *linear(x, last)
 
 
 def linear(x: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:

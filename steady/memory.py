@@ -122,6 +122,8 @@ def estimate(
         block += config.n_hidden + (2 * width if size < 4 else 0)
     elif step.shards > 1 or step.fp8:  # norms' outputs and the product are recomputed
         block -= config.n_hidden + 2 * width
+    if step.fp8:  # gate and up take one byte each
+        block -= config.n_hidden
     if step.dtype == torch.float16:  # the residual stream stays in float32
         block += 2 * width
     per_block = {

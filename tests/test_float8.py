@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from steady import float8, optim
 from steady.distributed import Place
 from steady.environment import Plan
-from steady.linear import Linear
+from steady.linear import Linear, side_by_side
 from steady.memory import StepShape
 
 import pytest
@@ -91,6 +91,31 @@ def test_an_mlps_gradients_have_the_errors_of_its_products():
     right = [exact_x.grad, *(p.grad for p in exact.parameters())]
     errors = [relative_error(a.double(), b) for a, b in zip(found, right, strict=True)]
     assert all(0.03 < error < 0.15 for error in errors), errors
+
+
+def test_layers_of_one_input_are_multiplied_together_and_only_so():
+    """Queries, keys and values of different widths, with one scale for all."""
+    torch.manual_seed(0)
+    layers = {name: Linear(128, size) for name, size in
+              {"q_proj": 96, "k_proj": 32, "v_proj": 48}.items()}  # fmt: skip
+    block = torch.nn.ModuleDict(layers)
+    for weight in block.parameters():
+        torch.nn.init.normal_(weight, std=0.02)
+    exact = copy.deepcopy(block).double()
+    float8.use_float8(SimpleNamespace(blocks=[block]), torch.optim.SGD(block.parameters()), EAGER)
+    x = torch.randn(64, 128)
+    exact_x, x = x.double().requires_grad_(), x.requires_grad_()
+    outputs = side_by_side(x, *layers.values())
+    right = [layer.weight.double() @ exact_x.T for layer in exact.values()]
+    grads = [torch.randn_like(y) for y in outputs]
+    torch.autograd.backward(outputs, grads)
+    torch.autograd.backward([y.T for y in right], [grad.double() for grad in grads])
+    pairs = [(x.grad, exact_x.grad), *zip(outputs, (y.T for y in right), strict=True)]
+    pairs += [(p.grad, q.grad) for p, q in zip(block.parameters(), exact.parameters(), strict=True)]
+    errors = [relative_error(found.double(), exact) for found, exact in pairs]
+    assert all(0.02 < error < 0.09 for error in errors), errors
+    with pytest.raises(RuntimeError, match="split"):
+        layers["q_proj"](x)
 
 
 def test_outliers_of_ten_thousand_give_no_nan_and_keep_the_rest():

@@ -144,7 +144,7 @@ def test_estimate_is_within_a_tenth_of_what_was_measured(
 
 
 def test_estimate_knows_fp8():
-    for batch_size, measured in ((8, 32.99), (16, 46.71)):  # on an H200
+    for batch_size, measured in ((8, 29.89), (16, 40.53)):  # on an H200
         step = StepShape(LARGE, batch_size, torch.bfloat16, COMPILED, Place(), fp8=True)
         parts = estimate(step, batch_size, "none")
         assert sum(parts.values()) == pytest.approx(measured, rel=0.05)
