@@ -41,7 +41,7 @@ from configurator import configure, read_settings, resolve
 
 # what is compared
 data = ""  # folder with train.bin (or train.bin.xz), val.bin and meta.json
-size = "124m"  # tiny, 30m, 124m or 350m
+size = "124m"  # tiny, 30m, 124m or 350m, with heads as wide as in the recipe's config file
 baseline = ""  # TOKENS_PER_STEP:LEARNING_RATE:TOKENS[:WARMUP_STEPS], separated by commas
 ours = ""  # flags and config files of train.py, perhaps behind "NAME: "; recipes end with ";"
 seeds = "1337"  # of weights and data order, separated by commas
@@ -57,9 +57,7 @@ compile = True  # torch.compile the models
 
 configure(globals(), positional="")
 ROOT = Path(__file__).parents[1]
-SHAPES = {  # layers, heads, width
-    "tiny": (2, 2, 32), "30m": (6, 6, 384), "124m": (12, 12, 768), "350m": (24, 16, 1024),
-}  # fmt: skip
+SHAPES = {"tiny": (2, 32), "30m": (6, 384), "124m": (12, 768), "350m": (24, 1024)}  # layers, width
 FACTORS = {"k": 1e3, "M": 1e6, "B": 1e9}
 
 
@@ -96,8 +94,10 @@ def our_job(recipe: str) -> dict[str, Any]:
 def command_of(job: dict[str, Any]) -> list[str]:
     """The command of a run, but for its seed and folders; adds its learning rate to `job`."""
     script = ROOT / ("train.py" if job["kind"] == "ours" else "dev/baseline.py")
-    layers, heads, width = SHAPES[size]
+    layers, width = SHAPES[size]
     command = [flag for flag in job["flags"] if not flag.startswith("-")]  # config files come first
+    recipe = resolve(read_settings(script), command)
+    heads = max(1, width * recipe["n_head"] // recipe["n_embd"])  # as wide as in its config file
     command += [f"--n_layer={layers}", f"--n_head={heads}", f"--n_embd={width}"]
     command += [f"--block_size={block_size}", f"--batch_size={micro_batch}"]
     command += [f"--eval_interval={eval_interval}"]
