@@ -19,9 +19,10 @@ and its backward writes all it needs of SwiGLU in one pass.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from steady.kernels import compiled_if_possible, runs_kernels, tl, triton
 
@@ -72,26 +73,25 @@ def require_float8(step: StepShape, device: torch.device) -> None:
             raise ValueError(f"fp8=True needs multiples of {MULTIPLE}, but {name} is {size}")
 
 
+class Group(NamedTuple):
+    """The weights of layers of one input, each one's part of their copy in FP8, and its scale."""
+
+    weights: list[Tensor]
+    parts: tuple[Tensor, ...]
+    scale: Tensor
+
+
 @torch.no_grad()
 def use_float8(model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan) -> None:
     """Have the linear layers of `model`'s blocks multiply in FP8 when training; the copies of their
     weights are made now and after every step of `optimizer`. Decide before compiling."""
     # listed once, since looking up a thousand attributes after every step would keep the host busy
-    weights, scales, scale_index, blocks = [], [], [], []
-    for block in model.blocks:
-        blocks.append([])
-        for layers in layers_by_input(block):
-            group = [layer.weight for layer in layers]
-            sizes = [len(weight) for weight in group]
-            copy = group[0].new_empty((sum(sizes), group[0].shape[1]), dtype=E4M3)
-            scale = group[0].new_empty(())
-            for layer, part in zip(layers, copy.split(sizes), strict=True):
-                layer.weight8, layer.weight8_scale = copy, scale
-                blocks[-1].append((layer.weight, part, scale))
-            weights += group
-            scale_index += [len(scales)] * len(group)
-            scales.append(scale)
-    scale_index = torch.tensor(scale_index, device=scales[0].device)
+    blocks = [[share_copy(layers) for layers in layers_by_input(block)] for block in model.blocks]
+    groups = list(itertools.chain(*blocks))
+    scales = [group.scale for group in groups]
+    weights = [weight for group in groups for weight in group.weights]
+    index = [i for i, group in enumerate(groups) for _ in group.weights]  # whose scale is whose
+    scale_index = torch.tensor(index, device=weights[0].device)
     # Compiled, it takes half of the memory traffic. One call per weight would take the host longer;
     # one for all blocks would take long to compile. CUDA graphs hold the addresses: in place.
     write = compiled_if_possible(write_copies, dynamic=False) if plan.compiled else write_copies
@@ -110,18 +110,29 @@ def use_float8(model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan) -
 
 def layers_by_input(block: nn.Module) -> list[list[nn.Linear]]:
     """The linear layers of `block`; those of one input are together."""
-    groups: dict[tuple[str, str], list[nn.Linear]] = {}
+    found: dict[tuple[str, str], list[nn.Linear]] = {}
     for path, layer in block.named_modules():
         if isinstance(layer, nn.Linear):
             parent, _, name = path.rpartition(".")
-            groups.setdefault((parent, SAME_INPUT.get(name, name)), []).append(layer)
-    return list(groups.values())
+            found.setdefault((parent, SAME_INPUT.get(name, name)), []).append(layer)
+    return list(found.values())
 
 
-def write_copies(layers: list[tuple[Tensor, Tensor, Tensor]]) -> None:
-    """For every weight, its part of a copy, and scale: write that part."""
-    for weight, part, scale in layers:
-        part.copy_(cast(weight, scale, E4M3))
+def share_copy(layers: list[nn.Linear]) -> Group:
+    """Give `layers` one copy for all their weights, not written yet."""
+    weights = [layer.weight for layer in layers]
+    sizes = [len(weight) for weight in weights]
+    copy = weights[0].new_empty((sum(sizes), weights[0].shape[1]), dtype=E4M3)
+    scale = weights[0].new_empty(())
+    for layer in layers:
+        layer.weight8, layer.weight8_scale = copy, scale
+    return Group(weights, copy.split(sizes), scale)
+
+
+def write_copies(groups: list[Group]) -> None:
+    for group in groups:
+        for weight, part in zip(group.weights, group.parts, strict=True):
+            part.copy_(cast(weight, group.scale, E4M3))
 
 
 def scale_for(largest: Tensor, dtype: torch.dtype) -> Tensor:
