@@ -2,20 +2,21 @@
 
     python dev/cpu_step.py
 
-Both have the size and batch of `config/train_shakespeare_char_cpu.py` and train with AdamW, eager,
-ours in the dtype that train.py chooses; the plain one is in float32 and has LayerNorm, learned
-positions, one product for queries, keys and values, GELU, and the AdamW that nanoGPT uses on a CPU.
-Rounds of every variant alternate; the figures are medians.
+Both have the size and batch of `config/train_shakespeare_char_cpu.py` and train with AdamW, ours in
+the dtype that train.py chooses, uncompiled and compiled; the plain one is in float32 and has
+LayerNorm, learned positions, one product for queries, keys and values, GELU, and the AdamW that
+nanoGPT uses on a CPU. Rounds of every variant alternate; the figures are medians.
 """
 
 import contextlib
+import copy
 import statistics
 import sys
 import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from steady import hardware
+from steady import environment, hardware
 from steady.optim import build_optimizer, clip_in_step
 
 import torch
@@ -108,13 +109,18 @@ plain = Plain(1 + (count(ours) - count(Plain(1))) // (2 * WIDTH * LAYERS))
 rate, decay = config["learning_rate"], config["weight_decay"]
 betas = config["beta1"], config["beta2"]
 own_adamw = torch.optim.AdamW(plain.parameters(), lr=rate, betas=betas, weight_decay=decay)
-fused = [build_optimizer(model, config) for model in (ours, plain)]
+compiled = copy.deepcopy(ours)
+with_compiler = environment.plan(True, "default", CPU)
+environment.compile_model(compiled, with_compiler, sharded=False, checkpointing="none")
+fused = [build_optimizer(model, config) for model in (ours, plain, compiled)]
 chosen = hardware.choose_dtype("auto", CPU, WIDTH)
 variants = {  # and what each is set up for
     "plain": (None, plain, own_adamw, False),
     "plain, fused AdamW": (None, plain, fused[1], False),
     "ours": (chosen, ours, fused[0], True, hardware.autocast(CPU, chosen)),
 }
+if with_compiler.compiled:
+    variants["ours, compiled"] = (chosen, compiled, fused[2], *variants["ours"][3:])
 if chosen != torch.float32:
     variants["ours, float32"] = (torch.float32, ours, fused[0], True)
 if set_up(torch.float32):
