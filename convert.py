@@ -67,9 +67,11 @@ def read_model_config(folder: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise ValueError(f"{folder} has no readable config.json: {error}") from None
     try:
-        return translated(theirs)
+        settings = translated(theirs)
+        GPTConfig(**settings)  # checks their values
+        return settings
     except ValueError as error:
-        raise ValueError(f"{folder / 'config.json'} {error}") from None
+        raise ValueError(f"{folder / 'config.json'}: {error}") from None
     except Exception as error:  # a field is missing, or of another type
         reason = f"{type(error).__name__}: {error}"
         raise ValueError(

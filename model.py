@@ -64,8 +64,8 @@ class GPTConfig:
             )
         if self.head_dim % 2:
             raise ValueError(
-                f"head dimension n_embd / n_head = {self.head_dim} is odd, but rotary embeddings "
-                f"rotate pairs: use n_embd={self.n_head * (self.head_dim + 1)}"
+                f"head dimension {self.head_dim} (n_embd / n_head if not given) is odd, but rotary "
+                f"embeddings rotate pairs: use n_embd={self.n_head * (self.head_dim + 1)}"
             )
 
     @classmethod

@@ -55,7 +55,8 @@ def read_runs(path: Path) -> list[dict[str, Any]]:
     steps = [e for e in entries if are_numbers(e, "loss", "lr", "tokens_per_s", "ms")]
     evaluations = [e for e in entries if are_numbers(e, "val_loss")]
     if not steps and not evaluations:
-        raise ValueError(f"{file} has nothing to draw (a run writes it)")
+        print(f"note: {file} has nothing to draw" if file.exists() else f"note: there is no {file}")
+        return []
     name = path.name if file != path else file.parent.name
     seconds, tokens = training_clock(steps + evaluations)
     positions = {"iter": range(len(seconds)), "tokens": tokens, "time": seconds}[x]
@@ -94,6 +95,8 @@ def unit(largest: float) -> tuple[float, str]:
 
 
 runs = [run for path in paths for run in read_runs(Path(path))]
+if not runs:
+    raise ValueError("nothing to draw: name folders of runs (train.py writes metrics.jsonl there)")
 logs = any(run["steps"] for run in runs)  # learning rates and speeds are in log lines only
 ratios = (3, 1, 1) if logs else (1,)
 figure, axes = pyplot.subplots(

@@ -5,8 +5,8 @@
     torchrun --standalone --nproc_per_node=8 train.py config/train_gpt2.py
     python train.py --help
 
-The settings below are those for GPT-2 (124M) on OpenWebText; a config file and `--key=value`
-change them. Ctrl-C, SIGTERM or a lost terminal finishes the step, saves, and says how to go on.
+The settings below are nanoGPT's for GPT-2 (124M); a config file and `--key=value` change them.
+Ctrl-C, SIGTERM or a lost terminal finishes the step, saves, and says how to go on.
 """
 
 import gc
@@ -37,7 +37,7 @@ eval_iters = 200  # batches of batch_size sequences from each split, always the 
 eval_only = False  # evaluate once and exit
 log_interval = 1  # iterations between log lines
 sample_interval = 0  # iterations between printed samples; 0: none
-always_save_checkpoint = True  # at every evaluation, and before a decay; False: at better ones
+always_save_checkpoint = True  # at evaluations, before a decay; False: only at the best so far
 wandb_log = False  # log to Weights & Biases too (WANDB_MODE=offline needs no account)
 wandb_project = "owt"  # its project
 wandb_run_name = "gpt2"  # its run name
@@ -145,7 +145,7 @@ optimizer = optim.build_optimizer(raw_model, config, plan.compiled, dtype)
 scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
 if start.optimizer is not None and not eval_only:
     checkpoint.load_optimizer(optimizer, scaler, start, ckpt_path)
-if fp8 and not eval_only:
+if step_shape.in_float8:
     use_float8(raw_model, optimizer, plan)
 iter_num, best_val_loss = start.iter_num, start.best_val_loss
 pretrained_dtype = start.pretrained_dtype  # for convert.py
@@ -156,7 +156,7 @@ if here.master and not eval_only:
 del start  # the checkpoint's tensors
 
 log = RunLog(out_path, config, iter_num, quiet=not here.master)
-log.line(environment.summary(device, dtype, plan, here, fp8))
+log.line(environment.summary(device, dtype, plan, here, step_shape.in_float8))
 log.line(raw_model.summary(data.vocab_size))
 log.line(data.summary(sequences_per_iter * block_size))
 log.settings(config, __file__)
@@ -165,7 +165,7 @@ log.settings(config, __file__)
 # -----------------------------------------------------------------------------
 # what the loop is made of
 def micro_step(model: torch.nn.Module, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Forward and backward of one of all processes' micro-batches; returns its part of the loss."""
+    """Forward and backward of one micro-batch; returns its share of the iteration's mean loss."""
     if plan.cuda_graphs:
         torch.compiler.cudagraph_mark_step_begin()  # the last output may be overwritten now
     with autocast:

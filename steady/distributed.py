@@ -78,8 +78,8 @@ def on_one_machine() -> bool:
 
 def peer_has_ended(error: BaseException) -> bool:
     """Whether an exchange failed because another process is gone: its connection was closed, reset
-    or refused."""
-    return "onnection" in str(error)
+    or refused. torch says so by a RuntimeError; the hub's errors speak of connections too."""
+    return isinstance(error, RuntimeError) and "onnection" in str(error)
 
 
 def this_process(parallel: str = "ddp") -> Place:
@@ -254,7 +254,7 @@ def shard(model: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
     """Divide `model` among all processes, a few blocks at a time, in place (FSDP2).
 
     If it comes on the CPU, no device ever holds more than its share and those blocks. Products run
-    in `dtype`, gradients are summed in float32, as without it.
+    in `dtype`, and so are a micro-batch's gradients, which are summed in float32.
     """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard

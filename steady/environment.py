@@ -347,6 +347,7 @@ def report() -> list[tuple[str, str, str]]:
     device = choose_device()
     row("device", device.type, "ok" if device.type != "cpu" else "warning")
     if device.type == "cuda":
+        provide_libcuda()  # as a run does, so that kernels are tried as there
         properties = torch.cuda.get_device_properties(device)
         free, total = torch.cuda.mem_get_info(device)
         row("GPU", f"{torch.cuda.device_count()} x {properties.name}, compute capability "

@@ -3,7 +3,8 @@
 A GPU's matrix kernel sums in float32 what it multiplies in bfloat16. Under autocast torch rounds a
 weight's gradient to bfloat16 and converts it back to float32, in which gradients are added up. Here
 the kernel writes its sums as they are: more exact, and a pass over all gradients less. (Not for the
-head, whose gradient loss.py adds up chunk by chunk: float32 would take longer there.)
+head, whose gradient loss.py adds up chunk by chunk: float32 would take longer there; and not with
+parallel=fsdp, which casts weights, and so their gradients, around every block.)
 """
 
 from collections.abc import Sequence
@@ -47,8 +48,8 @@ class Linear(nn.Linear):
 def side_by_side(x: Tensor, *layers: Linear) -> tuple[Tensor, ...]:
     """The outputs of several layers for the same x (B, T, in). All but the last are one product,
     which takes less time than several, except for a single token, where joining the weights takes
-    longer. The last, values, is a tensor of its own: attention keeps it for backward, and a slice
-    would keep all that it was cut from."""
+    longer. The last (attention's values) is a tensor of its own: attention keeps it for backward,
+    and a slice would keep all that it was cut from."""
     if layers[0].in_float8:
         return float8_linears(x, *layers)
     *weights, last = [layer.weight for layer in layers]

@@ -37,9 +37,9 @@ def linear_cross_entropy(
     dtype = compute_dtype(hidden)
     rows, vocab_size = hidden.shape[0], weight.shape[0]
     n_chunks = math.ceil(rows * vocab_size / chunk_elements)
-    chunk = math.ceil(rows / n_chunks)  # chunks of one size,
-    if chunk > 1024:
-        chunk = math.ceil(chunk / 256) * 256  # in whole tiles of the matrix kernels
+    chunk = math.ceil(rows / n_chunks)
+    if chunk > 1024:  # whole tiles of the matrix kernels; the last chunk may be smaller
+        chunk = math.ceil(chunk / 256) * 256
     if torch.is_grad_enabled():
         return _LinearCrossEntropy.apply(hidden, weight, targets, dtype, chunk)
     weight = weight.to(dtype)

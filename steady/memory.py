@@ -60,6 +60,10 @@ class StepShape(NamedTuple):
     eval_sequences: int = 0  # of all processes
 
     @property
+    def in_float8(self) -> bool:
+        return self.fp8 and not self.eval_only  # evaluation is not
+
+    @property
     def n_params(self) -> int:
         return num_params(self.model_config)
 
@@ -120,9 +124,9 @@ def estimate(
     block = 4 * width + 2 * q_width + 2 * kv_width + 3 * config.n_hidden
     if not step.plan.compiled:  # also the gate's SiLU, and the norms' inputs in float32
         block += config.n_hidden + (2 * width if size < 4 else 0)
-    elif step.shards > 1 or step.fp8:  # norms' outputs and the product are recomputed
+    elif step.shards > 1 or step.in_float8:  # norms' outputs and the product are recomputed
         block -= config.n_hidden + 2 * width
-    if step.fp8:  # gate and up take one byte each
+    if step.in_float8:  # gate and up take one byte each
         block -= config.n_hidden
     if step.dtype == torch.float16:  # the residual stream stays in float32
         block += 2 * width
@@ -142,10 +146,10 @@ def estimate(
     in_blocks = step.n_params - (head if config.tied_embeddings else 2 * head)
     if step.shards > 1 and not gathered:  # the blocks of this exchange and of the next one
         together = distributed.blocks_per_exchange(config.n_layer, in_blocks // config.n_layer)
-        copied = min(1, 2 * together / config.n_layer)
+        share_copied = min(1.0, 2 * together / config.n_layer)
     else:  # all, from forward to backward
-        copied = gathered or size < 4
-    copies = in_blocks * (1 if step.fp8 else size * copied)  # of the blocks' weights, in bytes
+        share_copied = float(gathered or size < 4)
+    copies = in_blocks * (1 if step.in_float8 else size * share_copied)  # of weights, in bytes
     weights = 4 * step.n_params / step.shards
     if step.eval_only:  # one block's values at a time, and copies of its weights
         held = weights + (copies if step.shards > 1 else copies / config.n_layer)

@@ -18,7 +18,8 @@ from steady.kernels import compiled_if_possible
 import torch
 from torch import Tensor, nn
 
-MUON_MOMENTUM = 0.85, 0.95, 1500  # at first, at last, and how many steps it rises for
+# at first, at last, and how many steps it rises for: more than a short run has (docs/choosing.md)
+MUON_MOMENTUM = 0.85, 0.95, 1500
 MUON_BY_HEAD = "q_proj", "k_proj", "v_proj"  # whose heads are made orthogonal one by one
 MUON_ELEMENTS = 2**26  # in matrices that are treated at once: bounds the memory for it
 IGNORE_SCALE = ("mps",)  # devices whose fused AdamW takes no notice of grad_scale and found_inf
@@ -26,13 +27,11 @@ IGNORE_SCALE = ("mps",)  # devices whose fused AdamW takes no notice of grad_sca
 
 class AdamW(torch.optim.AdamW):
     """torch's AdamW, on this process's shards where parameters are sharded (FSDP2): as plain
-    tensors, since every DTensor costs the host time. Leaves out groups that are marked `muon`."""
+    tensors, since every DTensor costs the host time."""
 
     skipped: Tensor | int = 0  # how many of the last steps, in a row, had no finite gradients
 
     def _init_group(self, group: dict[str, Any], *lists: list[Tensor]) -> bool:
-        if group.get("muon"):
-            return False
         has_complex = super()._init_group(group, *lists)
         for tensors in lists:  # parameters, gradients, moments
             tensors[:] = local_shards(tensors)
@@ -85,6 +84,9 @@ class Muon(AdamW):
                     "row_mean_square": shard_from_local(own_row, parameter[:, :1]),
                 }
 
+    def _init_group(self, group: dict[str, Any], *lists: list[Tensor]) -> bool:
+        return False if group.get("muon") else super()._init_group(group, *lists)
+
     @property
     def muon_group(self) -> dict[str, Any]:
         return next(group for group in self.param_groups if group.get("muon"))
@@ -92,6 +94,8 @@ class Muon(AdamW):
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
         super().step()
+        if self.stacks[0].parameters[0].grad is None:  # clip_in_step has left them out
+            return
         group, device = self.muon_group, self.stacks[0].momentum.device
         # tensors, since code compiled for numbers would be compiled anew for every new one
         lr, momentum, decay = torch.tensor(
@@ -246,14 +250,14 @@ def clip_in_step(optimizer: AdamW, limit: float) -> Tensor:
     """Have fused AdamW's next step scale the gradients down to a norm of `limit` (0: no limit) as
     it reads them, and change nothing where they are not finite, which `optimizer.skipped` counts.
     Returns their norm (scalar)."""
-    gradients = [parameter.grad for parameter in all_parameters(optimizer)]
-    grad_norm = total_norm(gradients)
+    parameters = all_parameters(optimizer)
+    grad_norm = total_norm([parameter.grad for parameter in parameters])
     divisor = (grad_norm / (limit or math.inf)).clamp(min=1.0)
     found_inf = (~grad_norm.isfinite()).float()
     optimizer.skipped = (optimizer.skipped + 1) * found_inf
-    if grad_norm.device.type in IGNORE_SCALE:  # gradients that are not finite become zeros
-        for gradient in gradients:
-            gradient.div_(divisor).nan_to_num_(0.0, 0.0, 0.0)
+    if grad_norm.device.type in IGNORE_SCALE:
+        for parameter in parameters:  # without gradients a step changes nothing
+            parameter.grad = None if found_inf else parameter.grad.div_(divisor)
     else:
         optimizer.grad_scale = divisor
         optimizer.found_inf = found_inf

@@ -198,7 +198,10 @@ def hf_tokenizer_meta(folder: Path) -> dict[str, Any]:
             raise ValueError(f"{folder / 'config.json'} cannot be read: {error}") from None
     if isinstance(end_of_text, list):  # several end a turn of a chat; the first ends a text
         end_of_text = end_of_text[0] if end_of_text else None
-    tokenizer = HFTokenizer(path.read_text(encoding="utf-8"), end_of_text)
+    try:
+        tokenizer = HFTokenizer(path.read_text(encoding="utf-8"), end_of_text)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
     if end_of_text is not None and end_of_text not in range(tokenizer.vocab_size):
         raise ValueError(
             f"{folder / 'config.json'}: eos_token_id={end_of_text!r} is no id of the tokenizer's "

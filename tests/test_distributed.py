@@ -290,6 +290,11 @@ def test_what_cannot_be_done_is_refused_before_the_processes_meet(
             "--gradient_accumulation_steps=2", *arguments)  # fmt: skip
 
 
+def test_only_an_exchange_can_find_that_another_process_has_ended():
+    assert distributed.peer_has_ended(RuntimeError("[gloo] Connection closed by peer"))
+    assert not distributed.peer_has_ended(ValueError("no such model: Connection refused"))
+
+
 def test_f12_fsdp_with_cuda_graphs_is_refused_and_the_alternatives_named():
     pair = Place(0, 0, 2, "fsdp")
     with pytest.raises(ValueError, match="use compile_mode=default .*, or parallel=ddp"):

@@ -114,8 +114,9 @@ def test_layers_of_one_input_are_multiplied_together_and_only_so():
     pairs += [(p.grad, q.grad) for p, q in zip(block.parameters(), exact.parameters(), strict=True)]
     errors = [relative_error(found.double(), exact) for found, exact in pairs]
     assert all(0.02 < error < 0.09 for error in errors), errors
-    with pytest.raises(RuntimeError, match="split"):
-        layers["q_proj"](x)
+    for wrong in (["q_proj"], ["k_proj", "q_proj", "v_proj"]):
+        with pytest.raises(RuntimeError, match="split|in its order"):
+            side_by_side(x, *(layers[name] for name in wrong))
 
 
 def test_outliers_of_ten_thousand_give_no_nan_and_keep_the_rest():

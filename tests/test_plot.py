@@ -73,9 +73,11 @@ def test_bad_input_is_one_line(run, tmp_path):
     pytest.importorskip("matplotlib")
     with pytest.raises(ValueError, match="which runs"):
         run("plot.py")
-    with pytest.raises(ValueError, match="has nothing to draw"):
+    with pytest.raises(ValueError, match="nothing to draw: name folders"):
         run("plot.py", tmp_path)
     write(tmp_path / "out", 20)
+    shown = run("plot.py", tmp_path / "none", tmp_path / "out", f"--png={tmp_path}/runs.png")
+    assert "there is no" in shown and "wrote" in shown  # the others are drawn
     with pytest.raises(ValueError, match="smooth=1e.308 must be at least 0 and at most 1"):
         run("plot.py", tmp_path, "--smooth=1e308")
     with pytest.raises(ValueError, match="cannot write --png=.*xyz: Format 'xyz'"):
