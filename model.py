@@ -260,7 +260,7 @@ class GPT(nn.Module):
         x = self.run_blocks(self.embed(tokens), rope, cache)
         return self.head(x if cache is None else x[:, -1:], targets)
 
-    # Three parts, because compile_model in steady/environment.py may compile each on its own.
+    # Three parts, because compile_model in steady/compiling.py may compile each on its own.
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Tokens (B, T) to the residual stream (B, T, C)."""

@@ -14,7 +14,7 @@ import time
 from functools import partial
 from pathlib import Path
 
-from steady import checkpoint, distributed, environment, folder, hardware, memory, optim, recompute
+from steady import checkpoint, compiling, distributed, folder, hardware, memory, optim, recompute
 from steady.dataloader import DataLoader, DataSet, TokenFile, eval_batches
 from steady.float8 import require_float8, use_float8
 from steady.generate import sample_while_training
@@ -100,7 +100,7 @@ if here.restarted and checkpoint.is_of_this_launch(ckpt_path):
 device = hardware.choose_device(device, here.local_rank if here.world_size > 1 else None)
 dtype = hardware.choose_dtype(dtype, device, n_embd if here.world_size == 1 else 0)
 hardware.require_cuda(device, memory_snapshot=memory_snapshot)
-plan = environment.plan(compile, compile_mode, device)
+plan = compiling.plan(compile, compile_mode, device)
 distributed.check(here, batch_size, gradient_accumulation_steps, dtype, plan.cuda_graphs)
 distributed.start(here, device, backend, config)
 if not eval_only or wandb_log:  # this run writes to out_dir: lock it
@@ -156,7 +156,7 @@ if here.master and not eval_only:
 del start  # the checkpoint's tensors
 
 log = RunLog(out_path, config, iter_num, quiet=not here.master)
-log.line(environment.summary(device, dtype, plan, here, step_shape.in_float8))
+log.line(compiling.summary(device, dtype, plan, here, step_shape.in_float8))
 log.line(raw_model.summary(data.vocab_size))
 log.line(data.summary(sequences_per_iter * block_size))
 log.settings(config, __file__)
@@ -192,7 +192,7 @@ def evaluate(file: TokenFile) -> float:
 def try_step(size: int, checkpointing: str) -> torch.nn.Module:
     """Forward, backward and evaluation, to see if they fit; returns the model that ran."""
     recompute.use_activation_checkpointing(raw_model, checkpointing)
-    candidate = environment.compile_model(raw_model, plan, here.shards_model, checkpointing)
+    candidate = compiling.compile_model(raw_model, plan, here.shards_model, checkpointing)
     tokens = torch.zeros(size, block_size, dtype=torch.int64, device=device)
     targets = torch.zeros_like(tokens)  # not the same tensor: torch compiles other code for that
     # CUDA graphs warm up, record and replay; otherwise a second run has gradients to add to.

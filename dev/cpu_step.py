@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from steady import environment, hardware
+from steady import compiling, hardware
 from steady.optim import build_optimizer, clip_in_step
 
 import torch
@@ -110,8 +110,8 @@ rate, decay = config["learning_rate"], config["weight_decay"]
 betas = config["beta1"], config["beta2"]
 own_adamw = torch.optim.AdamW(plain.parameters(), lr=rate, betas=betas, weight_decay=decay)
 compiled = copy.deepcopy(ours)
-with_compiler = environment.plan(True, "default", CPU)
-environment.compile_model(compiled, with_compiler, sharded=False, checkpointing="none")
+with_compiler = compiling.plan(True, "default", CPU)
+compiling.compile_model(compiled, with_compiler, sharded=False, checkpointing="none")
 fused = [build_optimizer(model, config) for model in (ours, plain, compiled)]
 chosen = hardware.choose_dtype("auto", CPU, WIDTH)
 variants = {  # and what each is set up for

@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 if TYPE_CHECKING:
-    from steady.environment import Plan
+    from steady.compiling import Plan
     from steady.memory import StepShape
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2

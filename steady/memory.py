@@ -13,9 +13,9 @@ import re
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
-from steady import distributed, environment, hardware
+from steady import compiling, distributed, hardware
+from steady.compiling import Plan
 from steady.distributed import Place
-from steady.environment import Plan
 from steady.loss import CHUNK_ELEMENTS
 from steady.optim import MUON_ELEMENTS
 
@@ -218,7 +218,7 @@ def fit(
             split = splits[0]
             reason = "batch_size=auto" if auto else OUT_OF_MEMORY
             reason = reason if split != wanted else ""
-            graphs = environment.graphs_report() + "\n" if step.plan.cuda_graphs else ""
+            graphs = compiling.graphs_report() + "\n" if step.plan.cuda_graphs else ""
             found = Fit(split, model, estimate(step, *split), reason, warning, graphs)
             return with_gathered_weights(found, step, available_gib)
         del model
@@ -282,11 +282,11 @@ def attempt(
         if not step.plan.compiled:
             raise
         if step.shards == 1:
-            return None, environment.why_not_compiled(error)
+            return None, compiling.why_not_compiled(error)
         # the other processes wait inside an exchange: there is no second try
-        if not environment.is_compile_error(error):
+        if not compiling.is_compile_error(error):
             raise
-        reason = environment.why_not_compiled(error)
+        reason = compiling.why_not_compiled(error)
         raise ValueError(f"compiling fails here: {reason}: use --compile=False") from None
 
 

@@ -5,7 +5,7 @@ import numpy as np
 
 def scramble(values: np.ndarray, key: int) -> np.ndarray:
     """Well-mixed 64-bit hashes of (value, key) by SplitMix64's finaliser (Steele et al. 2014)."""
-    key = key * 0xD1342543DE82EF95 + 0x632BE59BD9B4E019 & 2**64 - 1
+    key = (key * 0xD1342543DE82EF95 + 0x632BE59BD9B4E019) & (2**64 - 1)
     z = np.atleast_1d(values).astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(key)
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

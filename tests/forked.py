@@ -14,7 +14,7 @@ context = multiprocessing.get_context("forkserver")
 # What train.py imports, and what torch imports when it is first used. (Those of the project are
 # found in the folder that the tests are started in; what is not found is imported later.)
 context.set_forkserver_preload(
-    ["torch", "torch._dynamo", "torch.distributed.fsdp", "convert", "steady.environment",
+    ["torch", "torch._dynamo", "torch.distributed.fsdp", "convert", "steady.compiling",
      "steady.generate", "steady.memory", "steady.optim", "steady.profiler", "steady.recompute",
      "steady.runlog", "steady.stop"]
 )  # fmt: skip

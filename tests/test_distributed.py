@@ -8,7 +8,7 @@ import sys
 import time
 from pathlib import Path
 
-from steady import checkpoint, distributed, environment
+from steady import checkpoint, compiling, distributed
 from steady.dataloader import TokenFile, eval_batches
 from steady.distributed import Place
 from steady.optim import Gradients, build_optimizer, clip_in_step
@@ -456,8 +456,8 @@ def test_divided_blocks_compile_with_selective_checkpointing(divided, monkeypatc
     torch_compile = torch.compile
     monkeypatch.setattr(torch, "compile", graphs_only)
     use_activation_checkpointing(divided, "selective")
-    plan = environment.Plan(None, "default", False)
-    environment.compile_model(divided, plan, sharded=True, checkpointing="selective")
+    plan = compiling.Plan(None, "default", False)
+    compiling.compile_model(divided, plan, sharded=True, checkpointing="selective")
     tokens = torch.zeros(1, 8, dtype=torch.int64)
     divided(tokens, tokens).backward()
     assert all(p.grad is not None for p in divided.parameters())

@@ -9,9 +9,9 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
-from steady import environment, kernels
+from steady import compiling, environment, kernels
+from steady.compiling import Plan
 from steady.distributed import Place
-from steady.environment import Plan
 from steady.generate import sample_while_training
 from steady.recompute import use_activation_checkpointing
 from steady.tokenizer import CharTokenizer
@@ -198,15 +198,15 @@ def test_f05_a_mode_that_cannot_help_here_is_said_at_the_start(monkeypatch):
     few = type("Properties", (), {"multi_processor_count": 40})()
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Small GPU")
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: few)
-    monkeypatch.setattr(environment, "expandable_segments", lambda: False)
+    monkeypatch.setattr(compiling, "expandable_segments", lambda: False)
     gpu = torch.device("cuda")
-    shown = environment.summary(gpu, torch.bfloat16, Plan(None, "max-autotune", True), Place())
+    shown = compiling.summary(gpu, torch.bfloat16, Plan(None, "max-autotune", True), Place())
     assert "not autotuned: 40 multiprocessors, 68 are needed" in shown
     assert "without expandable segments" in shown
-    assert "autotuned" not in environment.summary(
+    assert "autotuned" not in compiling.summary(
         gpu, torch.bfloat16, Plan(None, "default", False), Place()
     )
-    shown = environment.summary(CPU, torch.float32, Plan(None, "reduce-overhead", False), Place())
+    shown = compiling.summary(CPU, torch.float32, Plan(None, "reduce-overhead", False), Place())
     assert "without CUDA graphs on cpu" in shown
 
 
@@ -253,7 +253,7 @@ def compiled_model(way, kind="none", **config):
     cuda_graphs, sharded = WAYS[way]
     use_activation_checkpointing(model, kind)
     plan = Plan(None, "default", cuda_graphs)
-    return model, environment.compile_model(model, plan, sharded, kind)
+    return model, compiling.compile_model(model, plan, sharded, kind)
 
 
 @pytest.mark.parametrize(("way", "pieces"), [("in parts", 2), ("as one", 1), ("sharded", 1)])
@@ -287,7 +287,7 @@ def test_f03_a_sample_compiles_nothing_where_parts_are_compiled_in_place(graphs,
 @pytest.mark.parametrize("kind", CHOICES["activation_checkpointing"])
 @pytest.mark.parametrize(("way", "pieces"), [("in parts", 2), ("sharded", 1)])
 def test_f53_code_for_one_part_serves_all(graphs, way, pieces, kind):
-    _, function = compiled_model(way, kind, n_layer=2 * environment.MAX_PARTS)
+    _, function = compiled_model(way, kind, n_layer=2 * compiling.MAX_PARTS)
     tokens = torch.zeros(2, 8, dtype=torch.int64)
     function(tokens, tokens.clone()).backward()
     assert len(graphs) == pieces
@@ -296,7 +296,7 @@ def test_f53_code_for_one_part_serves_all(graphs, way, pieces, kind):
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="torch tests compilers for x86 alone")
 def test_f53_torch_is_spared_its_tests_of_the_compiler():
     script = (
-        "import steady.environment\n"
+        "import steady.compiling\n"
         "from torch._inductor.cpu_vec_isa import VecISA, valid_vec_isa_list\n"
         "VecISA.check_build = lambda self, code: print(code) or True\n"
         "print([str(isa) for isa in valid_vec_isa_list()])\n"
@@ -311,7 +311,7 @@ def test_f53_torch_is_spared_its_tests_of_the_compiler():
 
 def test_f53_a_second_try_forgets_what_the_first_compiled(graphs):
     model, _ = compiled_model("in parts")
-    assert environment.compile_model(model, Plan("compile=False", "", False), False, "") is model
+    assert compiling.compile_model(model, Plan("compile=False", "", False), False, "") is model
     tokens = torch.zeros(2, 8, dtype=torch.int64)
     model(tokens, tokens.clone())
     assert graphs == []

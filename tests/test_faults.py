@@ -5,9 +5,9 @@ import signal
 import subprocess
 import sys
 
-from steady import checkpoint, environment, generate, hardware, memory
+from steady import checkpoint, compiling, generate, hardware, memory
+from steady.compiling import Plan
 from steady.distributed import Place
-from steady.environment import Plan
 from steady.runlog import read_metrics
 
 import forked
@@ -186,13 +186,13 @@ def test_f48_an_error_of_the_model_is_not_the_compilers(run, sums, tmp_path, mon
 
 def test_f48_suppressed_errors_of_the_compiler_are_seen(monkeypatch):
     with torch._dynamo.config.patch(suppress_errors=True):
-        environment.compile_model(torch.nn.Linear(1, 1), Plan(None, "default", True), False, "")
+        compiling.compile_model(torch.nn.Linear(1, 1), Plan(None, "default", True), False, "")
         assert not torch._dynamo.config.suppress_errors
 
 
 def test_f48_a_cache_folder_that_cannot_be_written_is_replaced(monkeypatch):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/dev/null/cache")
-    plan = environment.plan(True, "default", torch.device("cpu"))
+    plan = compiling.plan(True, "default", torch.device("cpu"))
     assert plan.obstacle == (
         "TORCHINDUCTOR_CACHE_DIR=/dev/null/cache cannot be written to: Not a directory"
     )

@@ -5,8 +5,8 @@ import copy
 from types import SimpleNamespace
 
 from steady import float8, optim
+from steady.compiling import Plan
 from steady.distributed import Place
-from steady.environment import Plan
 from steady.linear import Linear, side_by_side
 from steady.memory import StepShape
 

@@ -14,7 +14,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
-from steady import distributed, environment, float8, hardware, optim, recompute
+from steady import compiling, distributed, environment, float8, hardware, optim, recompute
 from steady.generate import generate
 from steady.linear import linear
 from steady.loss import linear_cross_entropy
@@ -62,7 +62,7 @@ SMALL = [
 # Runs train.py and writes what only its process knows to out_dir/state.json.
 WATCHED = """
 import json, os, runpy, sys, torch
-from steady import environment, runlog
+from steady import runlog
 from steady import generate
 from torch._dynamo.utils import counters
 draw_tokens, samples = generate.generate, []
@@ -220,8 +220,8 @@ def test_f03_f04_graphs_are_recorded_once_and_only_where_asked(matrix, cell):
     found = matrix[cell]
     assert found["skips"] == 0
     said = re.search(r"^CUDA graphs: (\d+) recorded, none skipped$", found["shown"], re.MULTILINE)
-    assert bool(said) is (cell[0] in environment.GRAPH_MODES)
-    if cell[0] in environment.GRAPH_MODES:
+    assert bool(said) is (cell[0] in compiling.GRAPH_MODES)
+    if cell[0] in compiling.GRAPH_MODES:
         assert 3 <= found["recorded"] <= 8  # forward, backward, evaluation, and their warm-ups
     else:
         assert found["recorded"] == 0
@@ -717,7 +717,7 @@ def several(request, data, tmp_path_factory):
 def test_f12_two_gpus_train_like_one_or_say_what_to_use(several, reference, cell):
     mode, _, engine = cell
     found = several[cell]
-    if engine == "fsdp" and mode in environment.GRAPH_MODES:
+    if engine == "fsdp" and mode in compiling.GRAPH_MODES:
         assert "use compile_mode=default (or max-autotune-no-cudagraphs)" in found["error"]
         return
     assert "error" not in found, found["error"]
@@ -725,7 +725,7 @@ def test_f12_two_gpus_train_like_one_or_say_what_to_use(several, reference, cell
     worst_val = max(map(abs_difference, found["val"], reference["val"]))
     print(f"\n{cell}: worst {worst:.4f}, evaluation {worst_val:.4f}, graphs {found['recorded']}")
     assert len(found["losses"]) == 30 and worst < TOLERANCE and worst_val < TOLERANCE
-    assert (3 <= found["recorded"] <= 8) is (mode in environment.GRAPH_MODES)
+    assert (3 <= found["recorded"] <= 8) is (mode in compiling.GRAPH_MODES)
     assert found["skips"] == 0
 
 
@@ -885,7 +885,7 @@ def test_fp8_trains_like_bfloat16_however_it_is_compiled_and_split(in_fp8, cell)
     assert 0 < worst < FP8_TOLERANCE
     assert found["losses"][-1] < found["losses"][0] - 1.0
     assert found["val"][0] == pytest.approx(reference["val"][0], abs=5e-3)  # without FP8
-    assert (3 <= found["recorded"] <= 8) is (cell[0] in environment.GRAPH_MODES)
+    assert (3 <= found["recorded"] <= 8) is (cell[0] in compiling.GRAPH_MODES)
     assert found["skips"] == 0
 
 
@@ -899,7 +899,7 @@ def test_f52_compiled_fp8_gradients_are_those_of_eager_code(kind, mode):
     model = GPT(GPTConfig(block_size=128, vocab_size=512, n_layer=2, n_head=8, n_embd=1024)).cuda()
     config = {"optimizer": "adamw", "learning_rate": 1e-3, "beta1": 0.9, "beta2": 0.95,
               "weight_decay": 0.1}  # fmt: skip
-    plan = environment.plan(True, mode, torch.device("cuda"))
+    plan = compiling.plan(True, mode, torch.device("cuda"))
     optimizer = optim.build_optimizer(model, config)
     float8.use_float8(model, optimizer, plan)
     use_activation_checkpointing(model, kind)
@@ -915,11 +915,11 @@ def test_f52_compiled_fp8_gradients_are_those_of_eager_code(kind, mode):
         return [p.grad.clone() for p in model.parameters()]
 
     eager = gradient_of(model)
-    compiled = gradient_of(environment.compile_model(model, plan, False, kind))
+    compiled = gradient_of(compiling.compile_model(model, plan, False, kind))
     for found, right in zip(compiled, eager, strict=True):
         assert (found - right).norm() < 0.3 * right.norm()
     optimizer.step()  # the copies change in place: recorded graphs multiply the new ones
-    changed = gradient_of(environment.compile_model(model, plan, False, kind))
+    changed = gradient_of(compiling.compile_model(model, plan, False, kind))
     assert any((a - b).norm() > 0.3 * b.norm() for a, b in zip(changed, compiled, strict=True))
 
 

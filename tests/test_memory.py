@@ -1,8 +1,8 @@
 from dataclasses import replace
 
 from steady import distributed, memory
+from steady.compiling import Plan
 from steady.distributed import Place
-from steady.environment import Plan
 from steady.memory import Split, StepShape, describe, estimate, fit, num_params, splits_to_try
 
 import pytest

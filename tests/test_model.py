@@ -2,7 +2,7 @@ import gc
 import math
 import weakref
 
-from steady import environment
+from steady import compiling
 from steady import generate as generation
 from steady.generate import KVCache, draw, generate
 from steady.recompute import use_activation_checkpointing
@@ -520,8 +520,8 @@ def test_f52_compiled_code_computes_the_same_gradients(kind, way, monkeypatch):
     gradients = [p.grad.clone() for p in model.parameters()]
     model.zero_grad()
     use_activation_checkpointing(model, kind)
-    plan = environment.Plan(None, "default", cuda_graphs=way == "as one")
-    function = environment.compile_model(model, plan, way == "sharded", kind)
+    plan = compiling.Plan(None, "default", cuda_graphs=way == "as one")
+    function = compiling.compile_model(model, plan, way == "sharded", kind)
     loss = function(tokens, targets)
     loss.backward()
     torch.testing.assert_close(loss, expected)

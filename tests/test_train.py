@@ -16,7 +16,7 @@ import types
 import warnings
 from pathlib import Path
 
-from steady import checkpoint, dataloader, environment, hardware, memory, recompute
+from steady import checkpoint, compiling, dataloader, hardware, memory, recompute
 from steady.runlog import RunLog, read_metrics
 from steady.stop import how_to_go_on
 
@@ -525,9 +525,9 @@ def test_f25_on_other_data_the_best_loss_begins_anew(run, sums, tmp_path):
 @pytest.fixture
 def as_one(monkeypatch):
     """The model compiled as one piece, as for CUDA graphs."""
-    plan = environment.Plan(None, "default", cuda_graphs=True)
-    monkeypatch.setattr(environment, "plan", lambda *asked: plan)
-    monkeypatch.setattr(environment, "graphs_report", lambda: "")
+    plan = compiling.Plan(None, "default", cuda_graphs=True)
+    monkeypatch.setattr(compiling, "plan", lambda *asked: plan)
+    monkeypatch.setattr(compiling, "graphs_report", lambda: "")
 
 
 def test_f28_compiled_model_is_saved_under_plain_names(run, sums, tmp_path, monkeypatch, as_one):
@@ -921,13 +921,13 @@ def test_graphs_that_were_skipped_are_counted_with_their_reason(monkeypatch):
     monkeypatch.setattr(
         "torch._inductor.cudagraph_trees.get_manager", lambda device, create_if_none_exists: None
     )
-    monkeypatch.setattr(environment, "skip_reasons", [])
+    monkeypatch.setattr(compiling, "skip_reasons", [])
     counters = torch._dynamo.utils.counters["inductor"]
     monkeypatch.setitem(counters, "cudagraph_skips", 0)
-    assert environment.graphs_report() == "CUDA graphs: 0 recorded, none skipped"
-    environment.listen_for_skips()
+    assert compiling.graphs_report() == "CUDA graphs: 0 recorded, none skipped"
+    compiling.listen_for_skips()
     log_cudagraph_skip_and_bump_counter("skipping cudagraphs due to a CPU tensor (x)\nat ...")
-    assert environment.graphs_report() == (
+    assert compiling.graphs_report() == (
         "CUDA graphs: 0 recorded, 1 skipped: skipping cudagraphs due to a CPU tensor (x)"
     )
 
