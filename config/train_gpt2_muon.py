@@ -7,8 +7,8 @@
 On 53M tokens of English manuals its 640 iterations come to a validation loss of 2.18 to 2.19; a
 plain GPT-2 with AdamW takes 131 to 133 s to 2.21 and 2.24. On Python it takes --max_iters=740 to
 pass the plain one, in a fifth of its time. The rate is the best of 3e-3, 4e-3, 5e-3 and 6e-3, the
-batch of 8, 12, 16 and 32 sequences. For another width begin with a rate of 3 / n_embd, with which
-30M and 350M learned best; docs/choosing.md has that and what each part is worth. Longer runs were
+batch of 8, 12, 16 and 32 sequences. For another width begin with a rate of 3 / n_embd, at 30M and
+350M about the best tried; docs/choosing.md has that and what each part is worth. Longer runs were
 not measured; for billions of tokens train_openwebtext.py has a larger batch.
 """
 

@@ -2,10 +2,10 @@
 
 A GPU that has FP8 multiplies it twice as fast as bfloat16. e4m3, with three bits for the fraction
 and values up to 448, holds inputs and weights; e5m2, with a larger range, gradients (Micikevicius
-et al. 2022, "FP8 formats for deep learning"). Every tensor has one scale, by which it is divided so
-that its largest value is the largest of the format; it comes from the tensor itself, so that there
-is nothing to save for a resume. Weights stay in float32; their FP8 copies are made anew after every
-step of the optimizer.
+et al. 2022, "FP8 formats for deep learning"). Every tensor has one scale, those of layers of one
+input share theirs: values are divided by it so that the largest is the largest of the format. It
+comes from the values themselves, so that there is nothing to save for a resume. Weights stay in
+float32; their FP8 copies are made anew after every step of the optimizer.
 
 Ada's and Hopper's FP8 kernels want both matrices contiguous along the dimension that is summed
 over. y = x W^T sums over the features of x, the gradient of x over those of y, the gradient of W
@@ -157,10 +157,10 @@ def float8_linears(x: Tensor, *layers: nn.Linear) -> tuple[Tensor, ...]:
 
     The weights' gradients are returned in float32.
     """
-    places = [layer.weight8_place for layer in layers]
-    if places != list(range(len(layers))):
-        raise RuntimeError(f"layers of one copy must be called in its order, not {places}")
     weights = [layer.weight for layer in layers]
+    places = [layer.weight8_place for layer in layers]
+    if places != [*range(len(layers))] or sum(map(len, weights)) != len(layers[0].weight8):
+        raise RuntimeError("layers that share a copy must be called together, in its order")
     outputs = _Float8Linears.apply(rows_of(x), *copy_of(layers[0]), *weights)
     return tuple(y.unflatten(0, x.shape[:-1]) for y in outputs)
 

@@ -3,6 +3,7 @@ import lzma
 import re
 import shutil
 import signal
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -118,6 +119,22 @@ def test_a_comparison_that_is_ended_leaves_nothing_behind(fork, sums, tmp_path):
     process.send_signal(signal.SIGTERM)
     assert process.wait(30)  # not 0, and not None
     assert not Path(f"/proc/{child}").exists() and not metrics.exists()
+
+
+def test_time_to_loss_keeps_the_width_of_heads(run, sums, monkeypatch):
+    started = []
+
+    class NotRun(subprocess.Popen):
+        def __init__(self, command, **_):
+            started.append(command)
+            raise OSError("not run")
+
+    monkeypatch.setattr(subprocess, "Popen", NotRun)
+    for flags in ("--ours=config/train_gpt2_muon.py", "--baseline=32k:6e-4:1M"):
+        with pytest.raises(OSError, match="not run"):
+            run("dev/time_to_loss.py", f"--data={sums}", "--size=350m", flags)
+    heads = [next(f for f in command if f.startswith("--n_head=")) for command in started]
+    assert heads == ["--n_head=8", "--n_head=16"]  # 1024 wide: of 128, as in its config, and of 64
 
 
 def test_time_to_loss_writes_no_curve_of_a_run_that_is_never_evaluated(run, sums, tmp_path):

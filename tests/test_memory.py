@@ -150,6 +150,15 @@ def test_estimate_knows_fp8():
         assert sum(parts.values()) == pytest.approx(measured, rel=0.05)
 
 
+def test_estimate_of_a_steps_end_has_the_copies_in_fp8():
+    shape = (LARGE, 1, torch.bfloat16, COMPILED, Place())
+    without, fp8 = (
+        sum(estimate(StepShape(*shape, fp8=use), 1, "block").values()) for use in (False, True)
+    )
+    matrices = num_params(LARGE) - LARGE.vocab_size * LARGE.n_embd
+    assert fp8 - without == pytest.approx(matrices / 2**30)
+
+
 def test_estimate_counts_one_moment_of_the_matrices_with_muon():
     parts = estimate(gpt2_step(32, muon=True), 32, "none")
     matrices = GPT2_PARAMS - 50304 * 768
