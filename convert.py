@@ -245,6 +245,8 @@ if __name__ == "__main__":
         to.encode()
     except UnicodeEncodeError:
         raise ValueError(f"--to={to!r} is not UTF-8, as safetensors wants paths to be") from None
+    if Path(to).resolve() == Path(out_dir).resolve():
+        raise ValueError(f"--to={to} is the run's own folder: name another")
     path = checkpoint.find(Path(out_dir), ckpt)
     saved = checkpoint.load(path)
     with torch.device("meta"):

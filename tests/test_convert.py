@@ -278,6 +278,8 @@ def test_a_trained_model_loads_in_transformers(run, sums, tmp_path):
 def test_convert_says_what_is_missing(run, tmp_path):
     with pytest.raises(ValueError, match="--to='.udcff' is not UTF-8"):
         run("convert.py", f"--out_dir={tmp_path}", "--to=\udcff")
+    with pytest.raises(ValueError, match="is the run's own folder: name another"):
+        run("convert.py", f"--out_dir={tmp_path}", f"--to={tmp_path}/.")
     with pytest.raises(ValueError, match="pass --to=FOLDER"):
         run("convert.py", f"--out_dir={tmp_path}")
     with pytest.raises(ValueError, match="no checkpoint at"):
