@@ -4,6 +4,7 @@ Every failure is first made to happen on the naive code, then shown not to happe
 """
 
 import json
+import math
 import os
 import pickle
 import queue
@@ -532,6 +533,27 @@ def test_cudnn_attention_equals_the_reference(n_kv_head):
     with torch.autocast("cuda", torch.bfloat16):
         found = model(x)
     assert ((found - expected).norm() / expected.norm()).item() < 1e-2
+
+
+@pytest.mark.parametrize("n_kv_head", [8, 4, 1])
+def test_cudnn_attention_reads_nothing_that_memory_held_before(n_kv_head):
+    """torch takes its workspace from the cache, with whatever lay there."""
+    torch.manual_seed(0)
+    shapes = (32, 8, 128, 128), (32, n_kv_head, 128, 128), (32, n_kv_head, 128, 128)
+    inputs = [
+        torch.randn(shape, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        for shape in shapes
+    ]
+    grad = torch.randn(shapes[0], device="cuda", dtype=torch.bfloat16)
+    results = []
+    for value in (0.0, math.nan):
+        y = torch.ops.aten._scaled_dot_product_cudnn_attention(*inputs, None, True, 0.0, True)[0]
+        torch.cuda.empty_cache()
+        torch.full((2**27,), value, device="cuda")  # half a GiB, free again at once
+        results.append(torch.autograd.grad(y, inputs, grad))
+    for clean, filled in zip(*results, strict=True):
+        assert filled.isfinite().all()
+        assert (filled.float() - clean.float()).norm() < 1e-3 * clean.float().norm()
 
 
 # ---- F41: decoding ----------------------------------------------------------------------------
