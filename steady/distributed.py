@@ -253,8 +253,8 @@ def move_to_device(model: nn.Module, here: Place, device: torch.device, dtype: t
 def shard(model: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
     """Divide `model` among all processes, a few blocks at a time, in place (FSDP2).
 
-    If it comes on the CPU, no device ever holds more than its share and those blocks. Products run
-    in `dtype`, and so are a micro-batch's gradients, which are summed in float32.
+    If it comes on the CPU, no device ever holds more than its share and those blocks. Products and
+    a micro-batch's gradients are in `dtype`, and gradients are summed in float32.
     """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard

@@ -2,8 +2,8 @@
 
 A GPU that has FP8 multiplies it twice as fast as bfloat16. e4m3, with three bits for the fraction
 and values up to 448, holds inputs and weights; e5m2, with a larger range, gradients (Micikevicius
-et al. 2022, "FP8 formats for deep learning"). Every tensor has one scale, those of layers of one
-input share theirs: values are divided by it so that the largest is the largest of the format. It
+et al. 2022, "FP8 formats for deep learning"). Every tensor has one scale, by which it is divided so
+that its largest value is the largest of the format; weights of layers of one input share theirs. It
 comes from the values themselves, so that there is nothing to save for a resume. Weights stay in
 float32; their FP8 copies are made anew after every step of the optimizer.
 

@@ -256,8 +256,9 @@ def clip_in_step(optimizer: AdamW, limit: float) -> Tensor:
     found_inf = (~grad_norm.isfinite()).float()
     optimizer.skipped = (optimizer.skipped + 1) * found_inf
     if grad_norm.device.type in IGNORE_SCALE:
+        usable = not found_inf  # waits for the device
         for parameter in parameters:  # without gradients a step changes nothing
-            parameter.grad = None if found_inf else parameter.grad.div_(divisor)
+            parameter.grad = parameter.grad.div_(divisor) if usable else None
     else:
         optimizer.grad_scale = divisor
         optimizer.found_inf = found_inf

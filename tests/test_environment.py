@@ -194,6 +194,21 @@ def test_report_runs_without_torch_and_without_a_compiler(tmp_path):
     assert any(line.startswith(" " * 9) for line in lines)  # a long finding goes on below
 
 
+def test_f08_the_report_finds_libcuda_before_it_tries_kernels(monkeypatch):
+    called = []
+    gpu = SimpleNamespace(name="GPU", major=9, minor=0)
+    monkeypatch.setattr(environment, "choose_device", lambda: torch.device("cuda"))
+    monkeypatch.setattr(environment, "provide_libcuda", lambda: called.append("libcuda"))
+    monkeypatch.setattr(environment, "kernels_work", lambda: bool(called.append("kernels")))
+    monkeypatch.setattr(environment, "expandable_segments", lambda: True)
+    monkeypatch.setattr(environment, "compile_obstacle", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: gpu)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (2**30, 2**30))
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: True)
+    environment.report()
+    assert called[0] == "libcuda" and "kernels" in called
+
+
 def test_f05_a_mode_that_cannot_help_here_is_said_at_the_start(monkeypatch):
     few = type("Properties", (), {"multi_processor_count": 40})()
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Small GPU")

@@ -42,7 +42,7 @@ pytestmark = [
 
 TOLERANCE = 0.01  # of losses in bfloat16 against float32; on a CPU 0.0005, with FSDP 0.0023
 FP8_TOLERANCE = 0.1  # of losses with FP8 against bfloat16: 0.066 on H200s; with old copies 1.6
-FP8_NORM_TOLERANCE = 0.25  # of gradients' norms, relative; on a CPU, 256 wide, 0.04
+FP8_NORM_TOLERANCE = 0.15  # of the first gradients' norms, relative; on a CPU 0.064
 NORM_TOLERANCE = 0.05  # of their gradients' norms, relative; on a CPU 0.016
 
 SMALL = [
@@ -906,8 +906,9 @@ def test_fp8_trains_like_bfloat16_however_it_is_compiled_and_split(in_fp8, cell)
     assert "dtype bfloat16 and float8" in found["shown"]
     worst = max(map(abs_difference, found["losses"], reference["losses"]))
     print(f"\n{cell}: worst {worst:.4f}, evaluation {found['val'][-1] - reference['val'][-1]:.4f}")
-    # where they are not finite steps change nothing
-    assert found["norms"] == pytest.approx(reference["norms"], rel=FP8_NORM_TOLERANCE)
+    # a step without finite gradients changes nothing, which losses may hide; later norms drift
+    assert None not in found["norms"]
+    assert found["norms"][:4] == pytest.approx(reference["norms"][:4], rel=FP8_NORM_TOLERANCE)
     assert 0 < worst < FP8_TOLERANCE
     assert found["losses"][-1] < found["losses"][0] - 1.0
     assert found["val"][0] == pytest.approx(reference["val"][0], abs=5e-3)  # without FP8
@@ -948,7 +949,7 @@ def test_f52_compiled_fp8_gradients_are_those_of_eager_code(kind, mode):
     for block in model.blocks:
         for layer in (block.attention.v_proj, block.mlp.down_proj):
             copied = layer.weight8[-len(layer.weight) :].float() * layer.weight8_scale
-            assert (copied - layer.weight).norm() < 0.05 * layer.weight.norm()
+            assert (copied - layer.weight).norm() < 0.04 * layer.weight.norm()
     after = gradient_of(compiling.compile_model(model, plan, False, kind))
     plain = compiling.compile_model(model, replace(plan, obstacle="for comparison"), False, kind)
     for found, right in zip(after, gradient_of(plain), strict=True):
