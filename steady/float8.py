@@ -158,9 +158,9 @@ def float8_linears(x: Tensor, *layers: nn.Linear) -> tuple[Tensor, ...]:
     The weights' gradients are returned in float32.
     """
     weights = [layer.weight for layer in layers]
-    places = [layer.weight8_place for layer in layers]
-    if places != [*range(len(layers))] or sum(map(len, weights)) != len(layers[0].weight8):
-        raise RuntimeError("layers that share a copy must be called together, in its order")
+    in_order = [layer.weight8_place for layer in layers] == [*range(len(layers))]
+    together = sum(map(len, weights)) == len(layers[0].weight8)
+    assert in_order and together, "layers that share a copy are called together, in its order"
     outputs = _Float8Linears.apply(rows_of(x), *copy_of(layers[0]), *weights)
     return tuple(y.unflatten(0, x.shape[:-1]) for y in outputs)
 

@@ -115,7 +115,7 @@ def test_layers_of_one_input_are_multiplied_together_and_only_so():
     errors = [relative_error(found.double(), exact) for found, exact in pairs]
     assert all(0.02 < error < 0.09 for error in errors), errors
     for wrong in (["q_proj"], ["k_proj", "q_proj", "v_proj"]):
-        with pytest.raises(RuntimeError, match="together, in its order"):
+        with pytest.raises(AssertionError, match="together, in its order"):
             side_by_side(x, *(layers[name] for name in wrong))
 
 
