@@ -340,8 +340,8 @@ def what_changed(
     was, now = (str(d).removeprefix("torch.") for d in (saved.get("dtype", dtype), dtype))
     if was != now:
         notes.append(f"computed in {was} before, in {now} from here on: --dtype={was} keeps it")
-    if config["seed"] != before["seed"]:
-        seed, was_seed = config["seed"], before["seed"]
+    seed, was_seed = config["seed"], before["seed"]
+    if seed != was_seed:
         notes.append(f"seed={seed} reads the data in another order: --seed={was_seed} keeps it")
     rate, was_rate = (learning_rate_at(saved["iter_num"], c) for c in (config, before))
     start, stable = decay_start(before), path.with_name("before_decay.pt")

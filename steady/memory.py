@@ -169,7 +169,7 @@ def estimate(
         "logits": size * chunk + 8 * head,  # one chunk, and the head's gradient being summed up
     }
     end = {
-        "weights": weights + (in_blocks if step.in_float8 else 0),
+        "weights": weights + (copies if step.in_float8 else 0),  # others are gone by now
         "gradients": (1 + step.copies_gradients()) * weights,
         "optimizer": state + working,
     }

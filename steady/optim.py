@@ -250,15 +250,16 @@ def clip_in_step(optimizer: AdamW, limit: float) -> Tensor:
     """Have fused AdamW's next step scale the gradients down to a norm of `limit` (0: no limit) as
     it reads them, and change nothing where they are not finite, which `optimizer.skipped` counts.
     Returns their norm (scalar)."""
-    parameters = all_parameters(optimizer)
-    grad_norm = total_norm([parameter.grad for parameter in parameters])
+    gradients = [parameter.grad for parameter in all_parameters(optimizer)]
+    grad_norm = total_norm(gradients)
     divisor = (grad_norm / (limit or math.inf)).clamp(min=1.0)
     found_inf = (~grad_norm.isfinite()).float()
     optimizer.skipped = (optimizer.skipped + 1) * found_inf
     if grad_norm.device.type in IGNORE_SCALE:
-        usable = not found_inf  # waits for the device
-        for parameter in parameters:  # without gradients a step changes nothing
-            parameter.grad = parameter.grad.div_(divisor) if usable else None
+        for gradient in gradients:
+            gradient.div_(divisor)
+        if found_inf:  # waits for the device
+            optimizer.zero_grad()  # without gradients a step changes nothing
     else:
         optimizer.grad_scale = divisor
         optimizer.found_inf = found_inf
