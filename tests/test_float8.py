@@ -93,6 +93,21 @@ def test_an_mlps_gradients_have_the_errors_of_its_products():
     assert all(0.03 < error < 0.15 for error in errors), errors
 
 
+@pytest.mark.parametrize("gate, up", [(2.4, 100.0), (50.0, 1.0), (-1.28, 30.0)])
+def test_swiglus_gradients_are_within_the_bound_that_gives_their_scale(gate, up):
+    """At 2.4 the derivative of silu is the largest, 1.0998; a value beyond e5m2's range is inf."""
+    gate, up, grad = (torch.full((16, 32), value) for value in (gate, up, 1e-6))
+    scales = [float8.scale_of(float8.E4M3, x) for x in (gate, up, gate.abs() * up)]
+    gate8, up8 = (float8.cast(x, s, float8.E4M3) for x, s in zip((gate, up), scales, strict=False))
+    inputs = gate8, scales[0], up8, scales[1], scales[2], grad.bfloat16()
+    grads8, grads8_t, scale, _ = float8.swiglu_backward(*inputs)
+    sigmoid = gate.sigmoid()
+    by_gate = grad * up * sigmoid * (1.0 + gate * (1.0 - sigmoid))
+    right = torch.cat((by_gate, grad * gate * sigmoid), dim=1)
+    assert ((grads8.float() * scale - right).abs() <= 2**-3 * right.abs() + 2**-16 * scale).all()
+    assert torch.equal(grads8_t.float(), grads8.float().T)
+
+
 def test_layers_of_one_input_are_multiplied_together_and_only_so():
     """Queries, keys and values of different widths, with one scale for all."""
     torch.manual_seed(0)

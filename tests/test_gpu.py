@@ -956,20 +956,29 @@ def test_f52_compiled_fp8_gradients_are_those_of_eager_code(kind, mode):
         assert (found - right).norm() < 0.3 * right.norm()
 
 
-def test_fp8_transposes_as_torch_does():
-    torch.manual_seed(0)
-    shapes = (200, 336), (200, 48), (200, 112)  # side by side
-    tensors = [torch.randn(shape, device="cuda", dtype=torch.bfloat16) for shape in shapes]
-    scale = float8.scale_of(float8.E5M2, *tensors)
-    found, transposed = float8.cast_and_transpose(tensors, scale, float8.E5M2)
-    right = float8.cast(torch.cat(tensors, dim=1), scale, float8.E5M2)
+def kernels_of_float8(name, compiled):
+    torch._dynamo.reset()
+    function = getattr(float8, name)
+    return torch.compile(function, dynamic=False) if compiled else function
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("rows, columns", [(208, (336, 48, 112)), (2048, (1600, 1600, 1600))])
+def test_f55_fp8_gradients_are_stored_and_transposed_alike(rows, columns, compiled):
+    torch.manual_seed(compiled)
+    grads = [torch.randn((rows, n), device="cuda", dtype=torch.bfloat16) for n in columns]
+    scale = float8.scale_of(float8.E5M2, *grads)
+    found, transposed = kernels_of_float8("cast_and_transpose", compiled)(grads, scale)
+    right = float8.cast(torch.cat(grads, dim=1), scale, float8.E5M2)
     assert torch.equal(found.float(), right.float())
     assert torch.equal(transposed.float(), found.float().T)
 
 
-def test_fp8_swiglus_backward_is_that_of_plain_torch(monkeypatch):
-    torch.manual_seed(0)
-    gate, up, grad = torch.randn((3, 200, 336), device="cuda", dtype=torch.bfloat16)
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("shape", [(208, 336), (2048, 4288)])
+def test_f55_fp8_swiglus_backward_is_that_of_plain_torch(shape, compiled, monkeypatch):
+    torch.manual_seed(compiled)
+    gate, up, grad = torch.randn((3, *shape), device="cuda", dtype=torch.bfloat16)
     # rounded in FP8, the two in the middle grow by 5%, and their product beyond the largest value
     gate[0, :3] = torch.tensor([8.0, 4.891, 0.01])
     up[0, :3] = gate[0, :3].flip(0)
@@ -979,14 +988,15 @@ def test_fp8_swiglus_backward_is_that_of_plain_torch(monkeypatch):
     )
     gate8 = float8.cast(gate, gate_scale, float8.E4M3)
     up8 = float8.cast(up, up_scale, float8.E4M3)
-    found = float8.swiglu_backward(gate8, gate_scale, up8, up_scale, hidden_scale, grad)
+    inputs = gate8, gate_scale, up8, up_scale, hidden_scale, 1e-5 * grad
+    found = kernels_of_float8("swiglu_backward", compiled)(*inputs)
     monkeypatch.setattr(float8, "runs_kernels", lambda _: False)
-    right = float8.swiglu_backward(gate8, gate_scale, up8, up_scale, hidden_scale, grad)
+    right = float8.swiglu_backward(*inputs)
+    assert torch.equal(found[1].float(), found[0].float().T)
     for ours, plain in zip(found, right, strict=True):
         assert ours.shape == plain.shape and ours.dtype == plain.dtype
-        assert not ours.isnan().any()
-        # the last digit may be rounded another way: of bfloat16, rarely of e4m3
-        assert (ours.float() - plain.float()).norm() < 0.004 * plain.float().norm()
+        # the last digit may rarely be rounded another way, in e5m2 by a quarter of a value
+        assert (ours.float() - plain.float()).norm() < 0.02 * plain.float().norm()
 
 
 # ---- the rest of a run ------------------------------------------------------------------------
