@@ -3,9 +3,10 @@
 A GPU that has FP8 multiplies it twice as fast as bfloat16. e4m3, with three bits for the fraction
 and values up to 448, holds inputs and weights; e5m2, with a larger range, gradients (Micikevicius
 et al. 2022, "FP8 formats for deep learning"). Every tensor has one scale, by which it is divided so
-that its largest value is the largest of the format; weights of layers of one input share theirs. It
-comes from the values themselves, so that there is nothing to save for a resume. Weights stay in
-float32; their FP8 copies are made anew after every step of the optimizer.
+that its largest value is the largest of the format (SwiGLU's gradients: so that none is larger);
+weights of layers of one input share theirs. It comes from the values themselves, so that there is
+nothing to save for a resume. Weights stay in float32; their FP8 copies are made anew after every
+step of the optimizer.
 
 Ada's and Hopper's FP8 kernels want both matrices contiguous along the dimension that is summed
 over. y = x W^T sums over the features of x, the gradient of x over those of y, the gradient of W
@@ -19,6 +20,7 @@ and its backward writes all it needs of SwiGLU in one pass.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -82,7 +84,8 @@ class Group(NamedTuple):
 @torch.no_grad()
 def use_float8(model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan) -> None:
     """Have the linear layers of `model`'s blocks multiply in FP8 when training; the copies of their
-    weights are made now and after every step of `optimizer`. Decide before compiling."""
+    weights are made now and after every step of `optimizer`. Decide before compiling. Weights must
+    stay where they are from then on: what writes the copies is recorded."""
     blocks = [[share_copy(layers) for layers in layers_by_input(block)] for block in model.blocks]
     # compiled block by block: one call per weight would take longer, and all at once to compile
     write = compiled_if_possible(write_copies, dynamic=False) if plan.compiled else write_copies
@@ -93,10 +96,11 @@ def use_float8(model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan) -
             write(block)
 
     write_all()
-    if not blocks[0][0].scale.is_cuda:
+    if not blocks[0][0].scale.is_cuda:  # in tests
         optimizer.register_step_post_hook(write_all)
         return
-    # recorded, since the calls would take the host longer than the GPU: 16 ms to 5 (1.5B, H200)
+    # recorded, since the calls would take the host 16 ms, the kernels the GPU 5 (1.5B, H200)
+    gc.collect()  # a kernel that is freed while another is recorded may end the recording
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         write_all()
@@ -133,7 +137,7 @@ def write_copies(groups: list[Group]) -> None:
 
 
 def scale_for(largest: Tensor, dtype: torch.dtype) -> Tensor:
-    """What to divide values up to `largest` by, so that they use all of `dtype`'s range."""
+    """What to divide values by of which none is beyond `largest`, so that they fit into `dtype`."""
     return largest.float().clamp(min=1e-12) / torch.finfo(dtype).max
 
 
@@ -144,8 +148,8 @@ def scale_of(dtype: torch.dtype, *tensors: Tensor) -> Tensor:
 
 
 def maxima_of_pieces(x: Tensor) -> Tensor:
-    """Of a matrix seen as rows of 1024 where its size allows that: 48 us for three of them, by
-    their rows of 4288 75 (1.5B, H200)."""
+    """The largest absolute values in rows of 1024, where x (rows, columns) can be seen so: three
+    matrices take 48 us, by their own rows of 4288 they take 75 (1.5B, H200)."""
     columns = 1024 if x.numel() % 1024 == 0 else x.shape[1]
     return x.view(-1, columns).abs().amax(dim=1)
 
@@ -226,10 +230,10 @@ class _Float8MLP(torch.autograd.Function):
         scale, hidden_scale = scale_of(E5M2, grad), of_swiglu[-1]
         grad8, grad8_t = cast_and_transpose([grad], scale)
         grad_hidden = product(grad8, down8.T.contiguous(), scale, down_scale)
-        *grad_both, both_scale, hidden8_t = swiglu_backward(*of_swiglu, grad_hidden)
+        both8, both8_t, both_scale, hidden8_t = swiglu_backward(*of_swiglu, grad_hidden)
         down_weight = product(grad8_t, hidden8_t, scale, hidden_scale, torch.float32)
         grad_x, grad_weight = gradients(
-            *grad_both, both_scale, x8, x_scale, gate_up8, gate_up_scale
+            both8, both8_t, both_scale, x8, x_scale, gate_up8, gate_up_scale
         )
         return grad_x, *[None] * 4, *grad_weight.chunk(2), down_weight
 
@@ -291,8 +295,9 @@ def swiglu_backward(
     Takes gate and up in FP8, the scale that hidden had, and hidden's gradient in bfloat16. Returns
     the gradients of gate and up in FP8, side by side (rows, 2 columns) and transposed, their scale,
     and hidden in FP8 and transposed. The scale comes from a bound, since a maximum would be known
-    only after all of them: |silu(x)| <= |x|, and its derivative is below 1.1. e5m2 loses nothing by
-    a scale that is a few times too large.
+    only after all of them: |silu(x)| <= |x|, and its derivative is below 1.1. It is a few times the
+    maximum, with outliers in different places hundreds of times: e5m2 rounds values down to 1e-9 of
+    the bound as it rounds the largest, and smaller ones to 0.
     """
     rows, columns = gate8.shape
     bound = maxima_of_pieces(grad).amax().float() * torch.finfo(E4M3).max
@@ -369,4 +374,5 @@ if triton is not None:
         tl.store(grads8_t + (columns + column) * rows + row, by_up, mask=inside)
         hidden = silu * u * (1.0 / tl.load(hidden_scale))
         hidden8 = tl.clamp(hidden, -448.0, 448.0).to(hidden8_t.dtype.element_ty)  # e4m3's largest
+        # stored once, so F55 does not concern it
         tl.store(hidden8_t + column * rows + row, hidden8, mask=inside)

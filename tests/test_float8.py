@@ -2,6 +2,7 @@
 them too, slowly; what only a GPU shows is in test_gpu.py."""
 
 import copy
+import math
 from types import SimpleNamespace
 
 from steady import float8, optim
@@ -78,8 +79,8 @@ def test_an_mlps_gradients_have_the_errors_of_its_products():
     """Against float64: what a gradient has been through adds up, x's three products most of all."""
     torch.manual_seed(0)
     mlp = MLP(GPTConfig(n_embd=128, n_head=2, n_hidden=320))
-    for weight in mlp.parameters():
-        torch.nn.init.normal_(weight, std=0.1)
+    for std, weight in zip((0.1, 0.02, 0.1), mlp.parameters(), strict=True):
+        torch.nn.init.normal_(weight, std=std)  # gate and up differ, and so do their scales
     exact = copy.deepcopy(mlp).double()
     float8.use_float8(SimpleNamespace(blocks=[mlp]), torch.optim.SGD(mlp.parameters()), EAGER)
     x, grad = torch.randn(4, 64, 128), 1e-6 * torch.randn(4, 64, 128)
@@ -96,7 +97,8 @@ def test_an_mlps_gradients_have_the_errors_of_its_products():
 @pytest.mark.parametrize("gate, up", [(2.4, 100.0), (50.0, 1.0), (-1.28, 30.0)])
 def test_swiglus_gradients_are_within_the_bound_that_gives_their_scale(gate, up):
     """At 2.4 the derivative of silu is the largest, 1.0998; a value beyond e5m2's range is inf."""
-    gate, up, grad = (torch.full((16, 32), value) for value in (gate, up, 1e-6))
+    gate, up, grad = (torch.full((64, 32), value) for value in (gate, up, 1e-9))
+    grad[63, 31] = -1e-6
     scales = [float8.scale_of(float8.E4M3, x) for x in (gate, up, gate.abs() * up)]
     gate8, up8 = (float8.cast(x, s, float8.E4M3) for x, s in zip((gate, up), scales, strict=False))
     inputs = gate8, scales[0], up8, scales[1], scales[2], grad.bfloat16()
@@ -143,9 +145,36 @@ def test_outliers_of_ten_thousand_give_no_nan_and_keep_the_rest():
     assert all(error < 0.1 for error in errors)  # False for NaN
 
 
-def test_zeros_give_zeros():
-    errors = errors_of_a_layer(torch.zeros(16, 32), torch.randn(16, 32), use=True)
-    assert errors[1] < 0.2  # of x; the others are 0 / 0 here
+def mlp_in_float8():
+    torch.manual_seed(0)
+    mlp = MLP(GPTConfig(n_embd=32, n_head=2, n_hidden=64))
+    for weight in mlp.parameters():
+        torch.nn.init.normal_(weight, std=0.1)
+    float8.use_float8(SimpleNamespace(blocks=[mlp]), torch.optim.SGD(mlp.parameters()), EAGER)
+    return mlp
+
+
+@pytest.mark.parametrize("zero", ["x", "grad"])
+def test_zeros_give_zeros(zero):
+    mlp = mlp_in_float8()
+    x, grad = torch.randn(2, 2, 16, 32)
+    (x if zero == "x" else grad).zero_()
+    with torch.autocast("cpu", torch.bfloat16):
+        y = mlp(x)
+    y.backward(grad.bfloat16())
+    assert zero == "grad" or not y.any()
+    assert all(not weight.grad.any() for weight in mlp.parameters())
+
+
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
+def test_a_gradient_that_is_not_finite_is_seen_in_those_of_all_weights(value):
+    """e5m2's conversions may make infinity the largest value: the scale carries it on."""
+    mlp = mlp_in_float8()
+    x, grad = torch.randn(2, 2, 16, 32)
+    grad[1, 7, 3] = value
+    with torch.autocast("cpu", torch.bfloat16):
+        mlp(x).backward(grad.bfloat16())
+    assert all(not weight.grad.isfinite().any() for weight in mlp.parameters())
 
 
 def test_weights_are_copied_once_per_step_and_saved_nowhere():

@@ -964,7 +964,7 @@ def kernels_of_float8(name, compiled):
 
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("rows, columns", [(208, (336, 48, 112)), (2048, (1600, 1600, 1600))])
-def test_f55_fp8_gradients_are_stored_and_transposed_alike(rows, columns, compiled):
+def test_fp8_gradients_are_stored_and_transposed_alike(rows, columns, compiled):
     torch.manual_seed(compiled)
     grads = [torch.randn((rows, n), device="cuda", dtype=torch.bfloat16) for n in columns]
     scale = float8.scale_of(float8.E5M2, *grads)
