@@ -43,6 +43,7 @@ NAMES = {  # theirs: ours
     "post_attention_layernorm": "mlp_norm",
 }
 OURS = {ours: theirs for theirs, ours in NAMES.items()}
+WRITER = {"written_by": "steadyGPT"}  # in the metadata of exported weights
 
 
 class Pretrained(NamedTuple):
@@ -184,6 +185,19 @@ def start_from(source: str, data: DataSet, block_size: int, dropout: float) -> S
     return Start(model_config, pretrained.weights, pretrained.dtype)
 
 
+def holds_another_model(folder: Path) -> bool:
+    """Whether `folder` has a model that is not an earlier export."""
+    from safetensors import SafetensorError, safe_open
+
+    if not any([*folder.glob("config.json"), *folder.glob("*.safetensors*")]):
+        return False
+    try:
+        with safe_open(folder / "model.safetensors", "pt") as file:
+            return not WRITER.items() <= (file.metadata() or {}).items()
+    except (OSError, SafetensorError):
+        return True
+
+
 def write_pretrained(saved: dict[str, Any], folder: Path, dtype: torch.dtype) -> None:
     """Write a checkpoint's model and tokenizer as transformers reads them: as a Llama, or with
     QK-norm as a Qwen3."""
@@ -221,6 +235,8 @@ def write_pretrained(saved: dict[str, Any], folder: Path, dtype: torch.dtype) ->
     }
     if folder.is_file():
         raise ValueError(f"--to={folder} is a file: name a folder")
+    if holds_another_model(folder):
+        raise ValueError(f"--to={folder} holds a model already: name another folder, or delete it")
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(theirs, indent=2) + "\n", encoding="utf-8")
     weights = {
@@ -229,7 +245,7 @@ def write_pretrained(saved: dict[str, Any], folder: Path, dtype: torch.dtype) ->
         if not (ours.tied_embeddings and name == "lm_head.weight")
     }
     try:
-        save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+        save_file(weights, folder / "model.safetensors", metadata={"format": "pt"} | WRITER)
     except Exception as error:  # safetensors has its own for a full disk
         raise ValueError(f"{folder} is not complete: {error}") from None
     shutil.copymode(folder / "config.json", folder / "model.safetensors")  # or it is ours alone

@@ -32,7 +32,7 @@ from model import GPT, GPTConfig
 # output and evaluation
 out_dir = "out"  # folder of the checkpoints and metrics.jsonl
 init_from = "scratch"  # scratch, resume (out_dir/ckpt.pt), or a Hugging Face model's folder or id
-eval_interval = 2000  # iterations between evaluations; 0: never
+eval_interval = 2000  # iterations between evaluations, which save; 0: none, saved at the end
 eval_iters = 200  # batches of batch_size sequences from each split, always the same sequences
 eval_only = False  # evaluate once and exit
 log_interval = 1  # iterations between log lines

@@ -356,6 +356,11 @@ def what_changed(
 def check_same_model(saved: dict[str, Any], current: dict[str, Any], path: Path) -> None:
     """Raises ValueError that names all in which two models differ, but for dropout."""
     differing = [key for key in current if key != "dropout" and saved.get(key) != current[key]]
+    if "tokenizer" in differing:
+        raise ValueError(
+            f"cannot resume {path}: its data set has another tokenizer; use the --dataset that it "
+            "was trained on, or another --out_dir"
+        )
     if differing:
         shown = reprlib.repr  # a tokenizer may be megabytes
         listed = ", ".join(f"{key} (checkpoint {shown(saved.get(key))}, now {shown(current[key])})"

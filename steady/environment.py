@@ -143,6 +143,15 @@ def expandable_segments() -> bool:
     return bool(settings.get("expandable_segments", False))
 
 
+def driver_version() -> str | None:
+    """Of NVIDIA's driver, as Linux knows it."""
+    try:
+        text = Path("/proc/driver/nvidia/version").read_text()
+        return re.search(r"\d+\.\d+(\.\d+)?", text).group()
+    except (OSError, AttributeError):
+        return None
+
+
 def report() -> list[tuple[str, str, str]]:
     """The state of everything a run depends on: (ok | warning | problem, name, finding)."""
     rows = []
@@ -169,6 +178,9 @@ def report() -> list[tuple[str, str, str]]:
     row("torch", f"{torch.__version__}, CUDA {torch.version.cuda or 'not in this build'}")
     device = choose_device()
     row("device", device.type, "ok" if device.type != "cpu" else "warning")
+    if device.type == "cpu" and torch.version.cuda:
+        row("driver", f"{driver_version() or 'none'}: this torch needs one for CUDA "
+            f"{torch.version.cuda} or newer", "warning")  # fmt: skip
     if device.type == "cuda":
         provide_libcuda()  # as a run does, so that kernels are tried as there
         properties = torch.cuda.get_device_properties(device)
@@ -177,9 +189,7 @@ def report() -> list[tuple[str, str, str]]:
                    f"{properties.major}.{properties.minor}")  # fmt: skip
         row("GPU memory", f"{free / 2**30:.1f} of {total / 2**30:.1f} GiB free",
             "ok" if free > total / 2 else "warning")  # fmt: skip
-        with contextlib.suppress(Exception):
-            version = Path("/proc/driver/nvidia/version").read_text()
-            row("driver", re.search(r"\d+\.\d+(\.\d+)?", version).group())
+        row("driver", driver_version() or "of unknown version")
         native = torch.cuda.is_bf16_supported(including_emulation=False)
         row("bfloat16", "native" if native else "not native: float16 is used",
             "ok" if native else "warning")  # fmt: skip

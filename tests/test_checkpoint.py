@@ -160,6 +160,8 @@ def test_differing_architecture_names_the_keys(tmp_path):
     with pytest.raises(ValueError, match=r"differs in n_layer \(checkpoint 2, now 3\);"):
         checkpoint.check_same_model(saved, current, tmp_path)
     checkpoint.check_same_model(saved, {"n_layer": 2, "n_head": 4, "dropout": 0.5}, tmp_path)
+    with pytest.raises(ValueError, match="its data set has another tokenizer; use the --dataset"):
+        checkpoint.check_same_model(saved, {"n_layer": 9, "tokenizer": {}}, tmp_path)
 
 
 # ---- flipped bits, and content that is not what it should be ------------------------------------

@@ -180,6 +180,18 @@ def test_an_export_that_does_not_fit_on_the_disk_is_one_line(run, sums, tmp_path
         run(*export)
 
 
+def test_an_export_replaces_no_other_model(run, sums, tmp_path):
+    run("train.py", *TINY, f"--dataset={sums}", f"--out_dir={tmp_path}", "--max_iters=1")
+    other = tmp_path / "other"
+    theirs("Llama").save_pretrained(other)
+    before = (other / "model.safetensors").read_bytes()
+    for _ in range(2):
+        with pytest.raises(ValueError, match="other holds a model already: name another folder"):
+            run("convert.py", f"--out_dir={tmp_path}", f"--to={other}")
+        assert (other / "model.safetensors").read_bytes() == before
+        (other / "config.json").unlink(missing_ok=True)
+
+
 def test_a_name_that_is_nowhere_is_one_line(run, sums, tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(ValueError, match="^no-one/nothing is neither a folder nor a model that"):

@@ -133,10 +133,19 @@ def test_text_takes_files_and_globs(run, tmp_path):
     assert read(tmp_path / "byte", "train").count(256) == 3  # one end of text per document
 
 
+def test_what_an_earlier_run_has_written_is_no_text(run, tmp_path):
+    (tmp_path / "a.txt").write_text("some text\n" * 20, encoding="utf-8")
+    for _ in range(2):  # bytes up to 127 are text, also in a .bin
+        run("data/text/prepare.py", f"--input={tmp_path}/*", "--tokenizer=byte",
+            f"--out={tmp_path}")  # fmt: skip
+        assert len(read(tmp_path, "train")) + len(read(tmp_path, "val")) == 202
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ([], "no input: pass --input=FILE"),
+        (["--input={binary.parent}"], r"no file matches .*: name its files, such as .*/\*.txt"),
         (["--input=nowhere.txt"], "no file matches --input=nowhere.txt"),
         (["--input={binary}", "--tokenizer=byte"], "cannot read .* as UTF-8 text"),
         (["--input={binary}", "--tokenizer=bpe"], "unknown tokenizer='bpe'"),

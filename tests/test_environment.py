@@ -172,6 +172,14 @@ def test_report_runs_here_and_names_every_part():
     assert all(state in ("ok", "warning", "problem") for state, _, _ in rows)
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_the_report_says_that_torch_finds_no_driver(monkeypatch):
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    found = [row for row in environment.report() if row[1] == "driver"]
+    assert [state for state, _, _ in found] == ["warning"]
+    assert "this torch needs one for CUDA 13.0 or newer" in found[0][2]
+
+
 def test_a_report_whose_reader_has_seen_enough_ends_silently():
     command = f"{shlex.quote(sys.executable)} -m steady.environment | head -1"
     found = subprocess.run(command, shell=True, cwd=ROOT, capture_output=True, text=True)

@@ -1,6 +1,6 @@
 """Your own text as a data set.
 
-    python data/text/prepare.py --input=book.txt --tokenizer=char
+    python data/text/prepare.py --input=book.txt --out=data/book --tokenizer=char
     python data/text/prepare.py --input="notes/**/*.md" --out=data/notes
     python train.py config/train_shakespeare_char_cpu.py --dataset=notes --out_dir=out-notes
 
@@ -31,12 +31,16 @@ configure(globals(), positional="")
 
 if not input:
     raise ValueError("no input: pass --input=FILE, or a glob such as --input='notes/**/*.md'")
+folder = Path(out or Path(__file__).parent)
+written = {(folder / name).resolve() for name in ("train.bin", "val.bin", "meta.json")}
 paths: dict[Path, Path] = {}  # as given, by where they really are
 for pattern in input.split(","):
-    found = files_matching(pattern)
+    # what an earlier run has made of the text is no text
+    found = [path for path in files_matching(pattern) if path.resolve() not in written]
     if not found:
-        raise ValueError(f"no file matches --input={pattern}")
+        hint = f": name its files, such as --input='{pattern}/**/*.txt'"
+        raise ValueError(f"no file matches --input={pattern}" + hint * Path(pattern).is_dir())
     for path in found:
         paths.setdefault(path.resolve(), path)
-folder, files = out or Path(__file__).parent, list(paths.values())
+files = list(paths.values())
 prepare_from_files(folder, tokenizer, files, column, val_fraction, num_proc, skip_bad_rows)
