@@ -748,7 +748,7 @@ def test_resume_with_another_alphabet_is_refused(run, sums, tmp_path):
     train(run, tmp_path, sums, "--max_iters=1")
     splits = {"train": ["abcdefghijkl" * 50], "val": ["abcdefghijkl" * 50]}
     write_dataset(tmp_path / "data", CharTokenizer.train("abcdefghijkl"), splits)
-    with pytest.raises(ValueError, match="differs in tokenizer"):
+    with pytest.raises(ValueError, match="its data set has another tokenizer"):
         train(run, tmp_path, tmp_path / "data", "--init_from=resume")
 
 
