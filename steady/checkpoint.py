@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import math
 import pickle
-import reprlib
 import shlex
 import tempfile
 import zipfile
@@ -354,7 +353,8 @@ def what_changed(
 
 
 def check_same_model(saved: dict[str, Any], current: dict[str, Any], path: Path) -> None:
-    """Raises ValueError that names all in which two models differ, but for dropout."""
+    """Raises ValueError that names all in which two models differ, but for dropout; where the
+    tokenizers differ, only that, since it is the data set's and no setting."""
     differing = [key for key in current if key != "dropout" and saved.get(key) != current[key]]
     if "tokenizer" in differing:
         raise ValueError(
@@ -362,9 +362,9 @@ def check_same_model(saved: dict[str, Any], current: dict[str, Any], path: Path)
             "was trained on, or another --out_dir"
         )
     if differing:
-        shown = reprlib.repr  # a tokenizer may be megabytes
-        listed = ", ".join(f"{key} (checkpoint {shown(saved.get(key))}, now {shown(current[key])})"
-                           for key in differing)  # fmt: skip
+        listed = ", ".join(
+            f"{key} (checkpoint {saved.get(key)!r}, now {current[key]!r})" for key in differing
+        )
         raise ValueError(
             f"cannot resume {path}: the model differs in {listed}; use the checkpoint's values, "
             "or another --out_dir"

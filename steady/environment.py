@@ -199,8 +199,9 @@ def report() -> list[tuple[str, str, str]]:
             "memory-efficient": torch.backends.cuda.mem_efficient_sdp_enabled(),
         }
         row("attention", ", ".join(name for name, enabled in backends.items() if enabled))
-        row("libcuda", find_libcuda() or "not found: install the NVIDIA driver",
-            "ok" if find_libcuda() else "problem")  # fmt: skip
+        libcuda = find_libcuda()
+        row("libcuda", libcuda or "not found: install the NVIDIA driver",
+            "ok" if libcuda else "problem")  # fmt: skip
         row("kernels", "usable" if kernels_work() else "not usable: plain torch takes their place",
             "ok" if kernels_work() else "warning")  # fmt: skip
         used = expandable_segments()

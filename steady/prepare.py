@@ -31,6 +31,7 @@ import numpy as np
 from configurator import configure
 
 SPLITS = ("train", "val")
+FILES = (*(f"{split}.bin" for split in SPLITS), "meta.json")  # of a data set
 BUFFER_TOKENS = 2**20  # tokens held before they are written
 DOCUMENTS_PER_SHARD = 50_000
 SHARDS = ".shards"  # folder of the finished parts, removed at the end: no name a user would choose
@@ -130,7 +131,7 @@ def complete(folder: Path, tokenizer: Tokenizer) -> dict[str, int]:
         "unigram_entropy": float(-(probabilities * np.log(probabilities)).sum()),
     }
     (folder / "meta.json.tmp").write_text(json.dumps(meta, indent=1) + "\n", encoding="utf-8")
-    for name in [f"{split}.bin" for split in SPLITS] + ["meta.json"]:
+    for name in FILES:
         os.replace(folder / f"{name}.tmp", folder / name)
     for split, count in counts.items():
         print(f"{folder / split}.bin: {count:,} tokens")

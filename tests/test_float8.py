@@ -154,6 +154,11 @@ def mlp_in_float8():
     return mlp
 
 
+def test_inputs_of_zero_leave_their_gradient_as_it_is():
+    errors = errors_of_a_layer(torch.zeros(16, 32), torch.randn(16, 32), use=True)
+    assert errors[1] < 0.2  # of x; the others are 0 / 0 here
+
+
 @pytest.mark.parametrize("zero", ["x", "grad"])
 def test_zeros_give_zeros(zero):
     mlp = mlp_in_float8()

@@ -995,8 +995,10 @@ def test_f55_fp8_swiglus_backward_is_that_of_plain_torch(shape, compiled, monkey
     assert torch.equal(found[1].float(), found[0].float().T)
     for ours, plain in zip(found, right, strict=True):
         assert ours.shape == plain.shape and ours.dtype == plain.dtype
+        assert not ours.float().isnan().any()
         # the last digit may rarely be rounded another way, in e5m2 by a quarter of a value
-        assert (ours.float() - plain.float()).norm() < 0.02 * plain.float().norm()
+        tolerance = 0.02 if ours.dtype == float8.E5M2 else 0.004
+        assert (ours.float() - plain.float()).norm() < tolerance * plain.float().norm()
 
 
 # ---- the rest of a run ------------------------------------------------------------------------

@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
-from steady.prepare import prepare_from_files
+from steady.prepare import FILES, prepare_from_files
 from steady.textfiles import files_matching
 
 from configurator import configure
@@ -32,7 +32,7 @@ configure(globals(), positional="")
 if not input:
     raise ValueError("no input: pass --input=FILE, or a glob such as --input='notes/**/*.md'")
 folder = Path(out or Path(__file__).parent)
-written = {(folder / name).resolve() for name in ("train.bin", "val.bin", "meta.json")}
+written = {(folder / name).resolve() for name in FILES}
 paths: dict[Path, Path] = {}  # as given, by where they really are
 for pattern in input.split(","):
     # what an earlier run has made of the text is no text
