@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from steady.memory import StepShape
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-MIN_WIDTH = 1024  # from which on FP8 makes a step faster (H200, see docs/results.md)
+MIN_WIDTH = 768  # from which on FP8 makes a step faster (H200, see docs/results.md)
 MULTIPLE = 16  # FP8 kernels take matrices whose sides are multiples of this
 # Layers of model.py that are given the same input, in one call: each later one, and the first.
 SAME_INPUT = {"k_proj": "q_proj", "v_proj": "q_proj", "up_proj": "gate_proj"}

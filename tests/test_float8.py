@@ -232,7 +232,7 @@ def test_training_in_float8_follows_bfloat16(kind):
         ("cuda", (8, 0), {}, "needs a GPU with FP8 units"),
         ("cuda", (9, 0), {"dtype": torch.float16}, "goes with dtype=bfloat16, not float16"),
         ("cuda", (9, 0), {"here": Place(0, 0, 2, "fsdp")}, "not work with parallel=fsdp: use"),
-        ("cuda", (9, 0), {"config": {"n_head": 6, "n_embd": 768}}, "narrower than n_embd=1024"),
+        ("cuda", (9, 0), {"config": {"n_head": 8, "n_embd": 512}}, "narrower than n_embd=768"),
         ("cuda", (9, 0), {"config": {"block_size": 1000}}, "but block_size is 1000"),
         ("cuda", (9, 0), {"config": {"n_hidden": 2056}}, "multiples of 16, but n_hidden is 2056"),
     ],
