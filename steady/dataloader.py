@@ -114,6 +114,8 @@ class DataSet:
         """For the beginning of a run's log."""
         n_tokens = (self.folder / "train.bin").stat().st_size // np.dtype(self.dtype).itemsize
         line = f"data {self.folder}, {n_tokens:,} tokens, {tokens_per_iter:,} per iteration"
+        if not self.meta:
+            line += " (no meta.json: taken for GPT-2's tokens)"
         if "unigram_entropy" in self.meta:
             entropy = self.meta["unigram_entropy"]
             line += f"\nknowing only token frequencies gives val loss {entropy:.4f}"

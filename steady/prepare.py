@@ -131,10 +131,11 @@ def complete(folder: Path, tokenizer: Tokenizer) -> dict[str, int]:
         "unigram_entropy": float(-(probabilities * np.log(probabilities)).sum()),
     }
     (folder / "meta.json.tmp").write_text(json.dumps(meta, indent=1) + "\n", encoding="utf-8")
+    replaced = ", replacing an earlier data set" if (folder / "train.bin").exists() else ""
     for name in FILES:
         os.replace(folder / f"{name}.tmp", folder / name)
     for split, count in counts.items():
-        print(f"{folder / split}.bin: {count:,} tokens")
+        print(f"{folder / split}.bin: {count:,} tokens{replaced}")
     return counts
 
 

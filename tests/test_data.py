@@ -23,8 +23,11 @@ def read(folder, split):
     return np.fromfile(folder / f"{split}.bin", dtype=meta["dtype"]).tolist()
 
 
-def test_written_files_and_meta_agree(tmp_path):
+def test_written_files_and_meta_agree(tmp_path, capsys):
+    write_dataset(tmp_path, ByteTokenizer(), {"train": ["ab", "c", "d"], "val": ["ef"]})
+    assert "replacing" not in capsys.readouterr().out
     write_dataset(tmp_path, ByteTokenizer(), {"train": ["ab", "c"], "val": ["d"]})
+    assert "train.bin: 5 tokens, replacing an earlier data set" in capsys.readouterr().out
     meta = read_meta(tmp_path)
     assert read(tmp_path, "train") == [97, 98, 256, 99, 256]
     assert read(tmp_path, "val") == [100, 256]

@@ -3,6 +3,7 @@ import os
 
 from steady.dataloader import (
     DataLoader,
+    DataSet,
     TokenFile,
     eval_batches,
     read_meta,
@@ -212,12 +213,15 @@ def test_missing_validation_file_and_broken_meta_are_named(tmp_path):
         TokenFile(tmp_path / "val.bin", 8, 100)
     write(tmp_path / "train.bin", [1] * 20)
     assert read_meta(tmp_path) == {}
+    summary = DataSet(str(tmp_path)).summary(8)
+    assert summary.endswith("20 tokens, 8 per iteration (no meta.json: taken for GPT-2's tokens)")
     (tmp_path / "meta.pkl").write_bytes(b"")
     with pytest.raises(ValueError, match="nanoGPT's meta.pkl and no meta.json: prepare the data"):
         read_meta(tmp_path)
     (tmp_path / "meta.pkl").unlink()
     (tmp_path / "meta.json").write_text(json.dumps({"vocab_size": 5}))
     assert read_meta(tmp_path) == {"vocab_size": 5}
+    assert DataSet(str(tmp_path)).summary(8).endswith("8 per iteration")
     (tmp_path / "meta.json").write_text("{")
     with pytest.raises(ValueError, match="meta.json is not valid JSON"):
         read_meta(tmp_path)
