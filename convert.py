@@ -238,16 +238,19 @@ def write_pretrained(saved: dict[str, Any], folder: Path, dtype: torch.dtype) ->
     if holds_another_model(folder):
         raise ValueError(f"--to={folder} holds a model already: name another folder, or delete it")
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(theirs, indent=2) + "\n", encoding="utf-8")
     weights = {
         rename(name, OURS): tensor.to(dtype).contiguous()
         for name, tensor in saved["model"].items()
         if not (ours.tied_embeddings and name == "lm_head.weight")
     }
+    part = folder / "model.tmp"
     try:
-        save_file(weights, folder / "model.safetensors", metadata={"format": "pt"} | WRITER)
+        save_file(weights, part, metadata={"format": "pt"} | WRITER)
     except Exception as error:  # safetensors has its own for a full disk
+        part.unlink(missing_ok=True)
         raise ValueError(f"{folder} is not complete: {error}") from None
+    part.replace(folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(theirs, indent=2) + "\n", encoding="utf-8")
     shutil.copymode(folder / "config.json", folder / "model.safetensors")  # or it is ours alone
     write_hf_tokenizer(saved["tokenizer"], folder)
 
