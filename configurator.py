@@ -200,6 +200,20 @@ def batch_note(script: str | Path) -> str | None:
     )
 
 
+def architecture_note(script: str | Path, config: dict[str, Any]) -> str | None:
+    """A line for flags that ask for another model than the run has, since its weights were read and
+    are not new; None if there are none."""
+    given = [argument.partition("=")[0] for argument in sys.argv[1:]]
+    asked = resolve(read_settings(script), sys.argv[1:])
+    ignored = [
+        f"--{name}={value} (it is {config[name]})"
+        for name, value in asked.items()
+        if f"--{name}" in given and name not in (*PATHS, "batch_size")
+        if value != config[name] and (value or value is False)  # 0 is no size
+    ]
+    return f"note: without effect on this model: {', '.join(ignored)}" if ignored else None
+
+
 def schedule_note(config: dict[str, Any]) -> str | None:
     """A line for a schedule that ends before the run, or its warm-up; None if it does not."""
     end, iterations, warmup = (config[k] for k in ("lr_decay_iters", "max_iters", "warmup_iters"))

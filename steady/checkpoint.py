@@ -52,8 +52,9 @@ def save(path: Path, content: dict[str, Any]) -> None:
 def check_sums(path: Path) -> None:
     """Raises an error unless every part of the zip archive `path` has its checksum: torch.load
     does not look, and a flipped bit is a wrong weight."""
-    if not zipfile.is_zipfile(path):
-        raise zipfile.BadZipFile("no complete zip archive")
+    with open(path, "rb") as file:  # given the path, is_zipfile says False if it may not be read
+        if not zipfile.is_zipfile(file):
+            raise zipfile.BadZipFile("no complete zip archive")
     with zipfile.ZipFile(path) as archive:
         damaged = archive.testzip()
     if damaged:
@@ -137,7 +138,9 @@ def read(path: Path) -> dict[str, Any]:
     Raises ValueError when it is missing, damaged, or not one of ours.
     """
     if not path.is_file():
-        raise ValueError(f"no checkpoint at {path}: train first, or check --out_dir")
+        raise ValueError(
+            f"no checkpoint at {path}: train first, or check --out_dir, and --ckpt, a file in it"
+        )
     try:
         check_sums(path)
         content = load_plain(path)
@@ -296,8 +299,11 @@ def resume(
     best_val_loss, notes = what_changed(saved, data, config, dtype, path)
     # of other windows, or of steps that are taken once more, perhaps otherwise
     now, outdated = saved["iter_num"], []
-    if best_val_loss != saved["best_val_loss"] or iteration_of(path.with_name("best.pt")) > now:
+    is_later = iteration_of(path.with_name("best.pt")) > now
+    if is_later or best_val_loss != saved["best_val_loss"]:
         outdated.append("best.pt")
+    if is_later:  # it has taken the place of the one that `saved` knows
+        best_val_loss = math.inf
     if iteration_of(path.with_name("before_decay.pt")) >= now:
         outdated.append("before_decay.pt")
     for note in notes if distributed.this_process().master else ():
@@ -339,6 +345,11 @@ def what_changed(
     was, now = (str(d).removeprefix("torch.") for d in (saved.get("dtype", dtype), dtype))
     if was != now:
         notes.append(f"computed in {was} before, in {now} from here on: --dtype={was} keeps it")
+    if config["max_iters"] <= saved["iter_num"] and not config["eval_only"]:
+        notes.append(
+            f"the checkpoint is of iteration {saved['iter_num']}, which is not less than max_iters="
+            f"{config['max_iters']}: a larger --max_iters goes on"
+        )
     seed, was_seed = config["seed"], before["seed"]
     if seed != was_seed:
         notes.append(f"seed={seed} reads the data in another order: --seed={was_seed} keeps it")

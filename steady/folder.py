@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
+from steady.output import outlive_readers
+
 try:
     import fcntl
 except ImportError:  # Windows
@@ -32,8 +34,10 @@ def claim(out_dir: Path) -> None:
     the process alone: what it has started, and may outlive it, does not hold it. (flock's would be
     theirs too.)
 
-    Raises ValueError if nothing can be written there, or if another run does.
+    Raises ValueError if nothing can be written there, or if another run does. From here on printing
+    never raises: what is begun must not end because nobody reads on.
     """
+    outlive_readers()
     try:
         os.fsencode(out_dir).decode("utf-8")  # as torch.load wants it to be
     except UnicodeDecodeError:
@@ -98,7 +102,8 @@ def set_aside(out_dir: Path, names: Sequence[str] = FILES) -> None:
         aside.mkdir()
         for path in found:
             os.replace(path, aside / path.name)
-        print(f"note: moved an earlier run's files to {aside}")
+        names = ", ".join(path.name for path in found)
+        print(f"note: moved {names} to {aside}: this run does not go on from there")
 
 
 def last_set_aside(out_dir: Path) -> Path:

@@ -74,7 +74,8 @@ class TokenWriter:
 
     def flush(self) -> None:
         if self.pieces:
-            np.concatenate(self.pieces, dtype=self.dtype, casting="unsafe").tofile(self.file)
+            # not ndarray.tofile, whose error does not say that a disk is full
+            self.file.write(np.concatenate(self.pieces, dtype=self.dtype, casting="unsafe").data)
         self.pieces, self.held = [], 0
 
     def __enter__(self) -> "TokenWriter":
@@ -114,6 +115,8 @@ def complete(folder: Path, tokenizer: Tokenizer) -> dict[str, int]:
     for split in SPLITS:
         counts[split] = (folder / f"{split}.bin.tmp").stat().st_size // dtype.itemsize
         if counts[split] <= (tokenizer.end_of_text is not None):  # one text, and nothing in it
+            for name in SPLITS:
+                (folder / f"{name}.bin.tmp").unlink()
             raise ValueError(
                 f"the {split} split of {folder} would be empty: use more text, or another "
                 "--val_fraction"

@@ -16,7 +16,13 @@ from steady import output
 from steady.folder import hold, whole_file
 from steady.hardware import Limits
 
-from configurator import batch_note, read_settings, resolve, schedule_note
+from configurator import (
+    architecture_note,
+    batch_note,
+    read_settings,
+    resolve,
+    schedule_note,
+)
 
 
 class RunLog:
@@ -100,7 +106,8 @@ class RunLog:
                 shown.append(f"{name}={config[name]}")
         text = "settings " + (", ".join(shown) or "all at their defaults")
         self.line(textwrap.fill(text, 100, subsequent_indent="  ", break_on_hyphens=False))
-        for note in (batch_note(script), schedule_note(config)):
+        notes = batch_note(script), architecture_note(script, config), schedule_note(config)
+        for note in notes:
             if note:
                 self.line(note)
 

@@ -1,4 +1,5 @@
 import contextlib
+import errno
 import os
 import pickle
 import random
@@ -223,6 +224,17 @@ def weights(iteration):
         "model": {"w": torch.zeros(2, 2)}, "model_config": {}, "tokenizer": {"tokenizer": "byte"},
         "iter_num": iteration, "best_val_loss": 1.5,
     }  # fmt: skip
+
+
+def test_a_checkpoint_that_may_not_be_read_is_not_called_damaged(tmp_path, monkeypatch):
+    def refuse(path, *arguments, **more):
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    checkpoint.save(tmp_path / "ckpt.pt", weights(1))
+    monkeypatch.setattr("builtins.open", refuse)
+    monkeypatch.setattr("io.open", refuse)
+    with pytest.raises(PermissionError):
+        checkpoint.read(tmp_path / "ckpt.pt")
 
 
 def test_f46_a_damaged_checkpoint_says_what_else_there_is(tmp_path):

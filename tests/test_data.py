@@ -1,14 +1,16 @@
 """The prepare scripts, and the writer they share."""
 
+import errno
 import gzip
 import json
 import os
+from pathlib import Path
 from types import SimpleNamespace
 
 from steady import prepare as hub
 from steady import textfiles
 from steady.dataloader import TokenFile, read_meta
-from steady.prepare import prepare_from_files, split_text, write_dataset
+from steady.prepare import prepare_from_files, split_text, write_dataset, write_tokens
 from steady.tokenizer import ByteTokenizer, CharTokenizer, GPT2Tokenizer, from_meta
 
 import numpy as np
@@ -78,7 +80,15 @@ def test_many_documents_without_tokens_are_not_all_held(tmp_path, monkeypatch):
 def test_empty_split_is_refused_and_nothing_appears(tmp_path):
     with pytest.raises(ValueError, match="val split .* would be empty"):
         write_dataset(tmp_path, ByteTokenizer(), {"train": ["ab"], "val": []})
-    assert not (tmp_path / "train.bin").exists() and not (tmp_path / "meta.json").exists()
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+def test_a_disk_that_is_full_of_tokens_is_told_as_such():
+    """numpy's own writing has no errno, which leaves a trace in place of a line."""
+    with pytest.raises(OSError) as error:
+        write_tokens(Path("/dev/full"), ByteTokenizer(), ["a" * 2**21])
+    assert error.value.errno == errno.ENOSPC
 
 
 def test_split_keeps_every_character():

@@ -26,7 +26,7 @@ import torch
 from conftest import ROOT, TINY, skip_until
 
 import model as model_file
-from configurator import batch_note, read_settings
+from configurator import architecture_note, batch_note, read_settings
 
 
 def train(run, out, data, *arguments):
@@ -866,6 +866,22 @@ def test_f25_a_mistake_that_is_stopped_at_once_changes_no_checkpoint(
     assert "note: evaluations" not in shown and "best so far" not in shown
 
 
+def test_a_best_loss_whose_weights_are_gone_is_no_bar(run, sums, tmp_path):
+    """After a kill between best.pt and ckpt.pt, best.pt is of a step that is taken once more."""
+    arguments = "--eval_interval=10", "--learning_rate=1e-3"
+    train(run, tmp_path, sums, *arguments, "--max_iters=10")
+    before = (tmp_path / "ckpt.pt").read_bytes()
+    train(run, tmp_path, sums, *arguments, "--max_iters=20", "--init_from=resume")
+    (tmp_path / "ckpt.pt").write_bytes(before)
+    assert checkpoint.load(tmp_path / "best.pt")["iter_num"] == 20
+    worse = "--learning_rate=3.0", "--min_lr=3.0", "--max_iters=15"
+    shown = train(run, tmp_path, sums, "--eval_interval=5", *worse, "--init_from=resume")
+    assert "note: moved best.pt to" in shown and "note: the checkpoint" not in shown
+    assert checkpoint.load(tmp_path / "best.pt")["iter_num"] == 10  # as good as it was
+    shown = train(run, tmp_path, sums, "--max_iters=15", "--init_from=resume")
+    assert "note: the checkpoint is of iteration 15, which is not less than max_iters=15" in shown
+
+
 def test_the_last_evaluation_stays_in_a_run_that_goes_on_without_any(run, sums, tmp_path):
     train(run, tmp_path, sums, "--max_iters=7", "--eval_interval=5")
     resume = "--init_from=resume", "--eval_interval=0"
@@ -950,6 +966,20 @@ def test_a_batch_size_alone_is_said_to_change_the_global_batch(run, sums, tmp_pa
         monkeypatch.setattr(sys, "argv", ["train.py", str(config), *arguments])
         note = batch_note(ROOT / "train.py")
         assert note is None if end is None else note.endswith(end)
+
+
+def test_flags_that_a_model_of_given_weights_does_not_follow_are_named(monkeypatch):
+    script = ROOT / "train.py"
+    config = read_settings(script)
+    config = {name: setting.default for name, setting in config.items()} | {"n_layer": 2}
+    for arguments, named in (
+        (["--n_layer=5"], "--n_layer=5 (it is 2)"),
+        (["--n_layer=2", "--vocab_size=0", "--max_iters=600000"], None),
+        ([], None),
+    ):
+        monkeypatch.setattr(sys, "argv", ["train.py", *arguments])
+        note = architecture_note(script, config)
+        assert note is None if named is None else note.endswith(f"on this model: {named}")
 
 
 def test_a_schedule_shorter_than_the_run_is_said(run, sums, tmp_path):
