@@ -305,7 +305,6 @@ class GPT(nn.Module):
 
     def summary(self, data_vocab: int) -> str:
         """For the beginning of a run's log."""
-        return (
-            f"model {self.num_params():,} parameters, "
-            f"vocabulary {data_vocab} of {self.config.vocab_size}"
-        )
+        size = self.config.vocab_size
+        padded = f", padded to {size}" if size > data_vocab else ""
+        return f"model {self.num_params():,} parameters, vocabulary {data_vocab}{padded}"

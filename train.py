@@ -32,15 +32,15 @@ from model import GPT, GPTConfig
 # output and evaluation
 out_dir = "out"  # folder of the checkpoints and metrics.jsonl
 init_from = "scratch"  # scratch, resume (out_dir/ckpt.pt), or a Hugging Face model's folder or id
-eval_interval = 2000  # iterations between evaluations, which save; 0: none, saved at the end
+eval_interval = 2000  # iterations between evaluations, after which it saves; 0: only at the end
 eval_iters = 200  # batches of batch_size sequences from each split, always the same sequences
 eval_only = False  # evaluate once and exit
 log_interval = 1  # iterations between log lines
 sample_interval = 0  # iterations between printed samples; 0: none
-always_save_checkpoint = True  # at evaluations, before a decay; False: only at the best so far
+always_save_checkpoint = True  # at every evaluation and before a decay; False: at the best ones
 wandb_log = False  # log to Weights & Biases too (WANDB_MODE=offline needs no account)
-wandb_project = "owt"  # its project
-wandb_run_name = "gpt2"  # its run name
+wandb_project = "owt"  # Weights & Biases: the project
+wandb_run_name = "gpt2"  # Weights & Biases: the run
 # data
 dataset = "openwebtext"  # a folder in data/, or a path
 batch_size: int | str = 12  # sequences in a micro-batch; auto: as many as fit, same global batch
@@ -53,7 +53,7 @@ n_head = 12  # query heads
 n_kv_head = 0  # key/value heads, a divisor of n_head; 0: as many as n_head
 n_embd = 768  # width
 n_hidden = 0  # width of the MLP; 0: 8/3 n_embd, rounded up to a multiple of 64
-vocab_size = 0  # 0: the data set's, rounded up to a multiple of 64
+vocab_size = 0  # of the model; 0: the data set's, rounded up to a multiple of 64
 dropout = 0.0  # 0.1 and more where a small text is read many times
 rope_theta = 10000.0  # base of the rotary embeddings
 qk_norm = False  # normalise queries and keys
@@ -119,7 +119,7 @@ elif init_from == "resume":
 else:
     start = convert.start_from(init_from, data, block_size, dropout)
 model_config = GPTConfig(**start.model_config)
-config |= {key: size for key, size in start.model_config.items() if key in config}  # as chosen
+config |= {key: size for key, size in start.model_config.items() if key in config}  # its own
 train_file, val_file = data.open(block_size, model_config.vocab_size)
 tokenizer = from_meta(data.tokenizer) if sample_interval else None
 
@@ -194,7 +194,7 @@ def try_step(size: int, checkpointing: str) -> torch.nn.Module:
     recompute.use_activation_checkpointing(raw_model, checkpointing)
     candidate = compiling.compile_model(raw_model, plan, here.shards_model, checkpointing)
     tokens = torch.zeros(size, block_size, dtype=torch.int64, device=device)
-    targets = torch.zeros_like(tokens)  # not the same tensor: torch compiles other code for that
+    targets = torch.zeros_like(tokens)  # given one tensor twice, torch compiles other code
     # CUDA graphs warm up, record and replay; otherwise a second run has gradients to add to.
     runs = 3 if plan.cuda_graphs else min(2, sequences_per_process // size)
     try:

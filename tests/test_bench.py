@@ -26,7 +26,7 @@ def test_bench_takes_the_vocabulary_of_the_data_set(fork, sums):
     process = fork("bench.py", *TINY, f"--dataset={sums}", "--steps=1", "--warmup_steps=1")
     shown = process.stdout.read()
     assert process.wait() == 0, shown
-    assert "vocabulary 13 of 64" in shown
+    assert "vocabulary 13, padded to 64" in shown
 
 
 def test_bench_passes_on_what_train_says_when_it_fails(fork):
