@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from steady.memory import StepShape
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-MIN_WIDTH = 768  # from which on FP8 makes a step faster (H200, see docs/results.md)
+MIN_WIDTH = 768  # from which on FP8 has made steps faster (H200, see docs/results.md)
 MULTIPLE = 16  # FP8 kernels take matrices whose sides are multiples of this
 # Layers of model.py that are given the same input, in one call: each later one, and the first.
 SAME_INPUT = {"k_proj": "q_proj", "v_proj": "q_proj", "up_proj": "gate_proj"}
@@ -59,8 +59,8 @@ def require_float8(step: StepShape, device: torch.device) -> None:
         raise ValueError("fp8=True does not work with parallel=fsdp: use parallel=ddp or fp8=False")
     if config.n_embd < MIN_WIDTH:
         raise ValueError(
-            f"fp8=True makes models narrower than n_embd={MIN_WIDTH} slower, and this one has "
-            f"n_embd={config.n_embd}: use fp8=False"
+            f"fp8=True is not known to make models narrower than n_embd={MIN_WIDTH} faster, and "
+            f"this one has n_embd={config.n_embd}: use fp8=False"
         )
     sizes = {
         "block_size": config.block_size,
@@ -101,7 +101,7 @@ def use_float8(model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan) -
         optimizer.register_step_post_hook(write_all)
         return
     if torch.cuda.get_device_capability() == (9, 0):
-        # cuBLAS clears its workspace before a product: without one a step takes 1% less (H200)
+        # cuBLAS clears its workspace before a product; without one 1.5B takes 1% less (H200)
         os.environ.setdefault("CUBLASLT_WORKSPACE_SIZE", "0")
     # recorded, since the calls would take the host 16 ms, the kernels the GPU 5 (1.5B, H200)
     gc.collect()  # a kernel that is freed while another is recorded may end the recording
@@ -164,8 +164,9 @@ def cast(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def cast_for_backward(x: Tensor, scale: Tensor) -> Tensor:
-    """cast(x, scale, E4M3), but another conversion: what one returns must not be stored as it is
-    and transposed (F55), which code that recomputes forward within backward would do."""
+    """What cast(x, scale, E4M3) is, byte for byte. Clamping changes nothing, but makes another
+    expression of it, so that torch's compiler keeps two conversions: one whose result is stored as
+    it is and transposed is what ptxas gets wrong (F55)."""
     largest = torch.finfo(E4M3).max
     return (x.float() * scale.reciprocal()).clamp(-largest, largest).to(E4M3)
 

@@ -10,6 +10,7 @@ from steady.compiling import Plan
 from steady.distributed import Place
 from steady.linear import Linear, side_by_side
 from steady.memory import StepShape
+from steady.recompute import use_activation_checkpointing
 
 import pytest
 import torch
@@ -223,6 +224,37 @@ def test_training_in_float8_follows_bfloat16(kind):
     assert bfloat16[-1] < bfloat16[0] - 1.0
     assert max(abs(a - b) for a, b in zip(bfloat16, fp8, strict=True)) < 0.1
     assert fp8 != bfloat16
+
+
+@pytest.mark.parametrize("kind", ["none", "selective", "block"])
+def test_f55_no_conversion_is_used_both_as_it_is_and_transposed(kind):
+    """Not in what torch's compiler is given: which of it shares a kernel, only a GPU shows."""
+    from functorch.compile import min_cut_rematerialization_partition
+    from torch._dynamo.backends.common import aot_autograd
+
+    torch._dynamo.reset()
+    graphs, model = [], small_model()
+    in_float8(model)
+    use_activation_checkpointing(model, kind)
+
+    def keep(module, inputs):
+        graphs.append(module.graph)
+        return module
+
+    backend = aot_autograd(
+        fw_compiler=keep, bw_compiler=keep, partition_fn=min_cut_rematerialization_partition
+    )
+    run = torch.compile(model.run_blocks, backend=backend, dynamic=False)
+    x = torch.randn(4, 32, 64, dtype=torch.bfloat16, requires_grad=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        run(x, (model.rope_cos, model.rope_sin)).sum().backward()
+    assert len(graphs) == 2  # forward and backward
+    uses = [
+        {"permute" in str(user.target) for user in node.users}
+        for node in (node for graph in graphs for node in graph.nodes)
+        if "copy" in str(node.target) and node.meta["val"].dtype == float8.E4M3
+    ]
+    assert {True} in uses and {False} in uses and {True, False} not in uses
 
 
 @pytest.mark.parametrize(

@@ -1018,37 +1018,51 @@ def places_of_float8(code):
 def test_f55_compiled_code_stores_no_fp8_value_in_two_orders(kind):
     from torch._inductor import config, utils
 
+    torch._dynamo.reset()
     model, _, plan = small_model_in_float8(kind)
     tokens, targets = torch.randint(512, (2, 8, 128), device="cuda")
     compiled = compiling.compile_model(model, plan, False, kind)
     with config.patch(force_disable_caches=True), torch.autocast("cuda", torch.bfloat16):
         _, codes = utils.run_and_get_code(lambda: compiled(tokens, targets).backward())
+    assert any("_swiglu_backward_kernel" in code for code in codes)  # backward is among them
     places = [found for code in codes for found in places_of_float8(code)]
     assert len(places) > 5 and max(map(len, places)) == 1
 
 
-def test_products_in_fp8_clear_no_workspace():
-    """The size of cuBLAS's workspace is read once, so a process of its own asks for it."""
-    code = """if True:
-        import torch
-        from torch.profiler import ProfilerActivity, profile
-        from steady import compiling, float8, optim
-        from model import GPT, GPTConfig
-        model = GPT(GPTConfig(block_size=16, vocab_size=16, n_layer=1, n_head=1, n_embd=64)).cuda()
-        optimizer = torch.optim.AdamW(model.parameters())
-        float8.use_float8(model, optimizer, compiling.plan(False, "default", torch.device("cuda")))
-        scale = torch.ones((), device="cuda")
-        a = torch.ones(4096, 1600, device="cuda").to(float8.E4M3)
-        float8.product(a, a, scale, scale)
-        with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-            float8.product(a, a, scale, scale)
-        names = [event.name for event in profiler.events()]
-        print(len(names) > 0, [name for name in names if "memset" in name.lower()])
-    """
-    if torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("was measured on Hopper")
-    found = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-    assert found.stdout == "True []\n", found.stderr
+# In a process of its own, since the size of cuBLAS's workspace is read once.
+PRODUCTS = """
+import torch
+from torch.profiler import ProfilerActivity, profile
+from steady import compiling, float8
+from model import GPT, GPTConfig
+model = GPT(GPTConfig(block_size=16, vocab_size=16, n_layer=1, n_head=1, n_embd=64)).cuda()
+optimizer = torch.optim.AdamW(model.parameters())
+float8.use_float8(model, optimizer, compiling.plan(False, "default", torch.device("cuda")))
+scale = torch.ones((), device="cuda")
+def product(m, n, k, dtype):
+    a, b = (torch.ones(rows, k, device="cuda").to(float8.E4M3) for rows in (m, n))
+    return float8.product(a, b, scale, scale, dtype)
+for m, n, k in (16, 16, 16), (16, 4096, 16), (4096, 16, 64), (768, 768, 32768):
+    for dtype in torch.bfloat16, torch.float32:
+        assert (product(m, n, k, dtype) == k).all(), (m, n, k, dtype)
+with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+    product(4096, 4096, 1600, torch.bfloat16)
+print(any("memset" in event.name.lower() for event in profiler.events()))
+"""
+
+
+@pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
+    reason="cuBLAS was seen to clear its workspace on Hopper",
+)
+def test_products_in_fp8_clear_no_workspace_and_need_none():
+    name = "CUBLASLT_WORKSPACE_SIZE"
+    without = {key: value for key, value in os.environ.items() if key != name}
+    for environ, cleared in ((without, "False\n"), (without | {name: "32768"}, "True\n")):
+        found = subprocess.run(
+            [sys.executable, "-c", PRODUCTS], cwd=ROOT, env=environ, capture_output=True, text=True
+        )
+        assert found.stdout == cleared, found.stderr
 
 
 # ---- the rest of a run ------------------------------------------------------------------------
