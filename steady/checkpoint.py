@@ -347,8 +347,8 @@ def what_changed(
         notes.append(f"computed in {was} before, in {now} from here on: --dtype={was} keeps it")
     if config["max_iters"] <= saved["iter_num"] and not config["eval_only"]:
         notes.append(
-            f"the checkpoint is of iteration {saved['iter_num']}, which is not less than max_iters="
-            f"{config['max_iters']}: a larger --max_iters goes on"
+            f"the checkpoint is of iteration {saved['iter_num']} and max_iters="
+            f"{config['max_iters']}: nothing is left to train, a larger --max_iters goes on"
         )
     seed, was_seed = config["seed"], before["seed"]
     if seed != was_seed:

@@ -16,13 +16,7 @@ from steady import output
 from steady.folder import hold, whole_file
 from steady.hardware import Limits
 
-from configurator import (
-    architecture_note,
-    batch_note,
-    read_settings,
-    resolve,
-    schedule_note,
-)
+from configurator import architecture_note, batch_note, read_settings, resolve, schedule_note
 
 
 class RunLog:

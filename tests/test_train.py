@@ -879,7 +879,7 @@ def test_a_best_loss_whose_weights_are_gone_is_no_bar(run, sums, tmp_path):
     assert "note: moved best.pt to" in shown and "note: the checkpoint" not in shown
     assert checkpoint.load(tmp_path / "best.pt")["iter_num"] == 10  # as good as it was
     shown = train(run, tmp_path, sums, "--max_iters=15", "--init_from=resume")
-    assert "note: the checkpoint is of iteration 15, which is not less than max_iters=15" in shown
+    assert "note: the checkpoint is of iteration 15 and max_iters=15: nothing is left" in shown
 
 
 def test_the_last_evaluation_stays_in_a_run_that_goes_on_without_any(run, sums, tmp_path):
