@@ -179,10 +179,15 @@ def without_auto(script: str | Path, name: str) -> Any:
     return value
 
 
+def flags_given() -> set[str]:
+    """What the command line sets, each as `--key`."""
+    return {argument.partition("=")[0] for argument in sys.argv[1:]}
+
+
 def batch_note(script: str | Path) -> str | None:
     """A line for a `--batch_size` that alone changes the global batch of config file and defaults,
     with the accumulation that keeps it; None if it does not."""
-    given = [argument.partition("=")[0] for argument in sys.argv[1:]]
+    given = flags_given()
     if "--batch_size" not in given or "--gradient_accumulation_steps" in given:
         return None
     settings = read_settings(script)
@@ -200,11 +205,11 @@ def batch_note(script: str | Path) -> str | None:
     )
 
 
-def architecture_note(script: str | Path, config: dict[str, Any]) -> str | None:
+def architecture_note(asked: dict[str, Any], config: dict[str, Any]) -> str | None:
     """A line for flags that ask for another model than the run has, since its weights were read and
-    are not new; None if there are none."""
-    given = [argument.partition("=")[0] for argument in sys.argv[1:]]
-    asked = resolve(read_settings(script), sys.argv[1:])
+    are not new; None if there are none. `asked` are the settings after the command line, `config`
+    those of the run."""
+    given = flags_given()
     ignored = [
         f"--{name}={value} (it is {config[name]})"
         for name, value in asked.items()

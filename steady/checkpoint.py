@@ -55,8 +55,8 @@ def check_sums(path: Path) -> None:
     with open(path, "rb") as file:  # given the path, is_zipfile says False if it may not be read
         if not zipfile.is_zipfile(file):
             raise zipfile.BadZipFile("no complete zip archive")
-    with zipfile.ZipFile(path) as archive:
-        damaged = archive.testzip()
+        with zipfile.ZipFile(file) as archive:
+            damaged = archive.testzip()
     if damaged:
         raise zipfile.BadZipFile(f"{damaged} does not have its checksum")
 

@@ -26,7 +26,7 @@ import torch
 from conftest import ROOT, TINY, skip_until
 
 import model as model_file
-from configurator import architecture_note, batch_note, read_settings
+from configurator import architecture_note, batch_note, read_settings, resolve
 
 
 def train(run, out, data, *arguments):
@@ -970,15 +970,15 @@ def test_a_batch_size_alone_is_said_to_change_the_global_batch(run, sums, tmp_pa
 
 def test_flags_that_a_model_of_given_weights_does_not_follow_are_named(monkeypatch):
     script = ROOT / "train.py"
-    config = read_settings(script)
-    config = {name: setting.default for name, setting in config.items()} | {"n_layer": 2}
+    settings = read_settings(script)
+    config = {name: setting.default for name, setting in settings.items()} | {"n_layer": 2}
     for arguments, named in (
         (["--n_layer=5"], "--n_layer=5 (it is 2)"),
         (["--n_layer=2", "--vocab_size=0", "--max_iters=600000"], None),
         ([], None),
     ):
         monkeypatch.setattr(sys, "argv", ["train.py", *arguments])
-        note = architecture_note(script, config)
+        note = architecture_note(resolve(settings, arguments), config)
         assert note is None if named is None else note.endswith(f"on this model: {named}")
 
 

@@ -35,12 +35,13 @@ folder = Path(out or Path(__file__).parent)
 written = {(folder / name).resolve() for name in FILES}
 paths: dict[Path, Path] = {}  # as given, by where they really are
 for pattern in input.split(","):
+    found = [(path.resolve(), path) for path in files_matching(pattern)]
     # what an earlier run has made of the text is no text
-    found = [path for path in files_matching(pattern) if path.resolve() not in written]
+    found = [(place, path) for place, path in found if place not in written]
     if not found:
         hint = f": name its files, such as --input='{pattern}/**/*.txt'"
         raise ValueError(f"no file matches --input={pattern}" + hint * Path(pattern).is_dir())
-    for path in found:
-        paths.setdefault(path.resolve(), path)
+    for place, path in found:
+        paths.setdefault(place, path)
 files = list(paths.values())
 prepare_from_files(folder, tokenizer, files, column, val_fraction, num_proc, skip_bad_rows)
