@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 MIN_WIDTH = 768  # from which on FP8 has made steps faster (H200, see docs/results.md)
 MULTIPLE = 16  # FP8 kernels take matrices whose sides are multiples of this
+FAST_TERMS = 2**14  # with so many in a sum a model learned as in bfloat16 (docs/results.md)
 # Layers of model.py that are given the same input, in one call: each later one, and the first.
 SAME_INPUT = {"k_proj": "q_proj", "v_proj": "q_proj", "up_proj": "gate_proj"}
 
@@ -272,8 +273,10 @@ def product(
     """a (m, k) @ b (n, k).T, both in FP8, scaled back; returns (m, n) in `dtype`."""
     if not a.is_cuda:  # where torch's kernel takes a second for a few million products
         return (a.float() @ b.float().T * (a_scale * b_scale)).to(dtype)
-    # Fast accumulation, which on Hopper has about 14 bits in place of float32, saves 2% of a step.
-    return torch._scaled_mm(a, b.T, a_scale, b_scale, out_dtype=dtype, use_fast_accum=True)
+    # Fast accumulation saves 1 to 2% of a step. On Hopper it keeps 14 bits of the sum so far, to
+    # which a small value then adds nothing: too few for sums over many tokens (F56).
+    fast = a.shape[1] <= FAST_TERMS
+    return torch._scaled_mm(a, b.T, a_scale, b_scale, out_dtype=dtype, use_fast_accum=fast)
 
 
 def cast_and_transpose(grads: Sequence[Tensor], scale: Tensor) -> tuple[Tensor, Tensor]:

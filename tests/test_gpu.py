@@ -1029,6 +1029,18 @@ def test_f55_compiled_code_stores_no_fp8_value_in_two_orders(kind):
     assert len(places) > 5 and max(map(len, places)) == 1
 
 
+@pytest.mark.parametrize("tokens, tolerance", [(2**14, 0.06), (2**14 + 16, 0.001)])
+def test_f56_sums_over_many_tokens_keep_what_is_small(tokens, tolerance):
+    """Of values whose mean is half of their deviation; accumulated fast, 2**15 are off by 9%."""
+    torch.manual_seed(0)
+    values = torch.randn((2, 768, tokens), device="cuda") + 0.5
+    scale = torch.ones((), device="cuda")
+    grad, x = float8.cast(values[0], scale, float8.E5M2), float8.cast(values[1], scale, float8.E4M3)
+    found = float8.product(grad, x, scale, scale, torch.float32).double()
+    right = grad.double() @ x.double().T
+    assert (found - right).norm() < tolerance * right.norm()
+
+
 # In a process of its own, since the size of cuBLAS's workspace is read once.
 PRODUCTS = """
 import torch
