@@ -70,12 +70,13 @@ def are_numbers(entry: dict[str, Any], *names: str) -> bool:
 
 
 def moving_average(values: list[float], width: int) -> list[float]:
-    """The mean of each value and its neighbours, `width` in all; fewer at the steep beginning."""
+    """The mean of each value and its neighbours, `width` in all; fewer towards both ends, where a
+    window on one side only would lag behind a curve that falls."""
     sums = [0.0, *itertools.accumulate(values)]
     means = []
     for i in range(len(values)):
-        side = min(i, width // 2)
-        first, end = i - side, min(len(values), i + side + 1)
+        side = min(i, len(values) - 1 - i, width // 2)
+        first, end = i - side, i + side + 1
         means.append((sums[end] - sums[first]) / (end - first))
     return means
 

@@ -7,6 +7,7 @@ A config file of a training run says where its checkpoint is; of the rest only `
 `dtype` count here.
 """
 
+import math
 import sys
 import time
 from pathlib import Path
@@ -95,8 +96,10 @@ def stream(new: torch.Tensor) -> bool:
 
 
 best = "val loss" if path.name == "best.pt" else "best val loss so far"
+evaluated = math.isfinite(saved["best_val_loss"])
 print(f"# loaded {path}: {model.num_params():,} parameters, iteration {saved['iter_num']}, "
-      f"{best} {saved['best_val_loss']:.4f}", file=sys.stderr)  # fmt: skip
+      + (f"{best} {saved['best_val_loss']:.4f}" if evaluated else "not evaluated yet"),
+      file=sys.stderr)  # fmt: skip
 if num_samples == 1:
     print(start, end="", flush=True)
 began = time.perf_counter()

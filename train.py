@@ -32,7 +32,7 @@ from model import GPT, GPTConfig
 # output and evaluation
 out_dir = "out"  # folder of the checkpoints and metrics.jsonl
 init_from = "scratch"  # scratch, resume (out_dir/ckpt.pt), or a Hugging Face model's folder or id
-eval_interval = 2000  # iterations between evaluations, after which it saves; 0: only at the end
+eval_interval = 2000  # iterations between evaluations, each followed by a save; 0: no evaluation
 eval_iters = 200  # batches of batch_size sequences from each split, always the same sequences
 eval_only = False  # evaluate once and exit
 log_interval = 1  # iterations between log lines
@@ -91,7 +91,7 @@ if auto_batch:  # changes only the split: the global batch is that of config fil
     batch_size = config["batch_size"] = without_auto(__file__, "batch_size")
 
 # -----------------------------------------------------------------------------
-# this process, its device, and whether its model is compiled
+# this process, its device and dtype (objects from here on), and how the model is compiled
 here = distributed.this_process(parallel)
 out_path = Path(out_dir)
 ckpt_path, best_path = out_path / "ckpt.pt", out_path / "best.pt"
@@ -119,7 +119,7 @@ elif init_from == "resume":
 else:
     start = convert.start_from(init_from, data, block_size, dropout)
 model_config = GPTConfig(**start.model_config)
-config |= {key: size for key, size in start.model_config.items() if key in config}  # its own
+config |= {key: size for key, size in start.model_config.items() if key in config}  # as loaded
 train_file, val_file = data.open(block_size, model_config.vocab_size)
 tokenizer = from_meta(data.tokenizer) if sample_interval else None
 
@@ -139,7 +139,7 @@ raw_model.use_cudnn_attention(hardware.cudnn_attention(device, dtype, model_conf
 distributed.move_to_device(raw_model, here, device, dtype)
 
 # -----------------------------------------------------------------------------
-# optimizer
+# optimizer: from here on the object, no longer the setting
 gradients = optim.Gradients(raw_model, keep=plan.cuda_graphs, summed=here.sums_gradients)
 optimizer = optim.build_optimizer(raw_model, config, plan.compiled, dtype)
 scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
@@ -230,7 +230,7 @@ def training_state() -> dict:
 
 try_save = partial(checkpoint.try_save, here=here, say=log.line)
 profiler = Profiler(out_path, here.master, profile, memory_snapshot, max_iters - iter_num, log.line)
-stop_request = StopRequest(here.world_size == 1, announce=here.master, saves=not eval_only)
+stop_request = StopRequest(alone=here.world_size == 1, announce=here.master, saves=not eval_only)
 
 # -----------------------------------------------------------------------------
 # find out whether a step fits into memory; if not, split it further: the same loss curve
@@ -251,7 +251,7 @@ log.start_clock(iter_num, sequences_per_iter * block_size, raw_model.flops_per_t
 micro_batches = loader.micro_batches(iter_num)
 tokens, targets = next(micro_batches)
 loss = torch.zeros((), device=device)  # our own tensor: a CUDA graph's output would be overwritten
-stopping, saved_iter = stop_request.asked(), iter_num if init_from == "resume" else None
+stopping, saved_iter = stop_request.asked(), (iter_num if init_from == "resume" else None)
 rescue = Rescue(ckpt_path, training_state, step_shape, fit.split, log.line)  # saves at an error
 while not stopping:
     # ---- learning rate ------------------------------------------------------
@@ -274,8 +274,8 @@ while not stopping:
         if iter_num > 0 and (better or always_save_checkpoint):
             saved_iter = iter_num if try_save(ckpt_path, training_state()) else None
         log.restart_clock(iter_num)  # evaluation is not training time
-    if 0 < iter_num == optim.decay_start(config) and always_save_checkpoint:
-        try_save(out_path / "before_decay.pt", training_state(), overwrite=False)  # to prolong it
+    if iter_num > 0 and iter_num == optim.decay_start(config) and always_save_checkpoint:
+        try_save(out_path / "before_decay.pt", training_state(), overwrite=False)  # to prolong
         log.restart_clock(iter_num)
     if sample_interval and iter_num % sample_interval == 0 and iter_num > 0:
         with autocast:

@@ -353,7 +353,8 @@ def what_changed(
     seed, was_seed = config["seed"], before["seed"]
     if seed != was_seed:
         notes.append(f"seed={seed} reads the data in another order: --seed={was_seed} keeps it")
-    rate, was_rate = (learning_rate_at(saved["iter_num"], c) for c in (config, before))
+    rate = learning_rate_at(saved["iter_num"], config)
+    was_rate = learning_rate_at(max(0, saved["iter_num"] - 1), before)  # the last step's
     start, stable = decay_start(before), path.with_name("before_decay.pt")
     if start is not None and start < saved["iter_num"] < config["max_iters"] and rate > was_rate:
         note = (

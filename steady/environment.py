@@ -177,7 +177,8 @@ def report() -> list[tuple[str, str, str]]:
         return rows
     row("torch", f"{torch.__version__}, CUDA {torch.version.cuda or 'not in this build'}")
     device = choose_device()
-    row("device", device.type, "ok" if device.type != "cpu" else "warning")
+    row("device", "cpu: torch finds no GPU" if device.type == "cpu" else device.type,
+        "warning" if device.type == "cpu" else "ok")  # fmt: skip
     if device.type == "cpu" and torch.version.cuda:
         row("driver", f"{driver_version() or 'none'}: this torch needs one for CUDA "
             f"{torch.version.cuda} or newer", "warning")  # fmt: skip

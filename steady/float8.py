@@ -1,9 +1,9 @@
 """Matrix products in FP8, of the linear layers in the blocks: forward and both of backward.
 
-A GPU that has FP8 multiplies it twice as fast as bfloat16. e4m3, with three bits for the fraction
+FP8 products take half of the time that bfloat16's take. e4m3, with three bits for the fraction
 and values up to 448, holds inputs and weights; e5m2, with a larger range, gradients (Micikevicius
 et al. 2022, "FP8 formats for deep learning"). Every tensor has one scale, by which it is divided so
-that its largest value is the largest of the format (SwiGLU's gradients: so that none is larger);
+that its largest value is the largest of the format (SwiGLU's gradients by a bound, see there);
 weights of layers of one input share theirs. It comes from the values themselves, so that there is
 nothing to save for a resume. Weights stay in float32; their FP8 copies are made anew after every
 step of the optimizer.
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 MIN_WIDTH = 768  # from which on FP8 has made steps faster (H200, see docs/results.md)
 MULTIPLE = 16  # FP8 kernels take matrices whose sides are multiples of this
-FAST_TERMS = 2**14  # with so many in a sum a model learned as in bfloat16 (docs/results.md)
+FAST_TERMS = 2**14  # longest sum accumulated fast: so a model learned as in bfloat16 (results.md)
 # Layers of model.py that are given the same input, in one call: each later one, and the first.
 SAME_INPUT = {"k_proj": "q_proj", "v_proj": "q_proj", "up_proj": "gate_proj"}
 
@@ -273,7 +273,7 @@ def product(
     """a (m, k) @ b (n, k).T, both in FP8, scaled back; returns (m, n) in `dtype`."""
     if not a.is_cuda:  # where torch's kernel takes a second for a few million products
         return (a.float() @ b.float().T * (a_scale * b_scale)).to(dtype)
-    # Fast accumulation saves 1 to 2% of a step. On Hopper it keeps 14 bits of the sum so far, to
+    # Fast accumulation saves 1% of a step of 1.5B. On Hopper it keeps 14 bits of the sum so far, to
     # which a small value then adds nothing: too few for sums over many tokens (F56).
     fast = a.shape[1] <= FAST_TERMS
     return torch._scaled_mm(a, b.T, a_scale, b_scale, out_dtype=dtype, use_fast_accum=fast)
@@ -311,9 +311,9 @@ def swiglu_backward(
     Takes gate and up in FP8, the scale that hidden had, and hidden's gradient in bfloat16. Returns
     the gradients of gate and up in FP8, side by side (rows, 2 columns) and transposed, their scale,
     and hidden in FP8 and transposed. The scale comes from a bound, since a maximum would be known
-    only after all of them: |silu(x)| <= |x|, and its derivative is below 1.1. It is a few times the
-    maximum, with outliers in different places hundreds of times: e5m2 rounds values down to 1e-9 of
-    the bound as it rounds the largest, and smaller ones to 0.
+    only after all of them: |silu(x)| <= |x|, and its derivative is below 1.1. It is usually a few
+    times the maximum, hundreds of times where outliers do not meet. That does no harm: e5m2 has all
+    of its precision for values of 1e-9 of the bound and more, and only smaller ones become 0.
     """
     rows, columns = gate8.shape
     bound = maxima_of_pieces(grad).amax().float() * torch.finfo(E4M3).max

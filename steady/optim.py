@@ -29,8 +29,6 @@ class AdamW(torch.optim.AdamW):
     """torch's AdamW, on this process's shards where parameters are sharded (FSDP2): as plain
     tensors, since every DTensor costs the host time."""
 
-    skipped: Tensor | int = 0  # how many of the last steps, in a row, had no finite gradients
-
     def _init_group(self, group: dict[str, Any], *lists: list[Tensor]) -> bool:
         has_complex = super()._init_group(group, *lists)
         for tensors in lists:  # parameters, gradients, moments
@@ -246,15 +244,15 @@ class Gradients:
             parameter.grad = None
 
 
-def clip_in_step(optimizer: AdamW, limit: float) -> Tensor:
+def clip_in_step(optimizer: torch.optim.Optimizer, limit: float) -> Tensor:
     """Have fused AdamW's next step scale the gradients down to a norm of `limit` (0: no limit) as
-    it reads them, and change nothing where they are not finite, which `optimizer.skipped` counts.
-    Returns their norm (scalar)."""
+    it reads them, and change nothing where they are not finite; `optimizer.skipped` becomes the
+    number of such steps in a row. Returns the gradients' norm (scalar)."""
     gradients = [parameter.grad for parameter in all_parameters(optimizer)]
     grad_norm = total_norm(gradients)
     divisor = (grad_norm / (limit or math.inf)).clamp(min=1.0)
     found_inf = (~grad_norm.isfinite()).float()
-    optimizer.skipped = (optimizer.skipped + 1) * found_inf
+    optimizer.skipped = (getattr(optimizer, "skipped", 0) + 1) * found_inf
     if grad_norm.device.type in IGNORE_SCALE:
         for gradient in gradients:
             gradient.div_(divisor)
@@ -284,10 +282,11 @@ def learning_rate_at(step: int, config: dict[str, Any]) -> float:
         return peak
     if step >= end:
         return floor
-    start = decay_start(config)
-    if start is None:
+    if config["lr_schedule"] == "cosine":
         shape = 0.5 * (1.0 + math.cos(math.pi * (step - warmup) / (end - warmup)))
     else:
+        start = decay_start(config)
+        assert start is not None, "a schedule without a formula here"
         shape = 1.0 - math.sqrt((step - start) / (end - start)) if step > start else 1.0
     return floor + shape * (peak - floor)
 

@@ -126,11 +126,11 @@ class Rescue:
                 advice = f": use {' '.join(flags)}" if flags else ""
                 print(f"{rank}error: {happened}{advice}", file=sys.stderr, flush=True)
         elif not self.diverged and kind is not KeyboardInterrupt:
-            happened = happened or "the error above"
+            happened = f"error: {happened}" if happened else "stopped by the error above"
             saved, go_on = self.save(), "nothing to go on from"
             if self.path.is_file():
                 go_on = f"to go on: {how_to_go_on(self.path.parent, flags)}"
-            print(f"{rank}error: {happened}; {saved}; {go_on}", file=sys.stderr, flush=True)
+            print(f"{rank}{happened}; {saved}; {go_on}", file=sys.stderr, flush=True)
         if here.world_size > 1:
             leave(1)
 

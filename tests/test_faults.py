@@ -95,7 +95,7 @@ def losses(out):
     [
         ("torch.OutOfMemoryError('CUDA out of memory.')", "error: out of memory; saved {}"),
         ("MemoryError()", "error: out of memory; saved {}"),
-        ("KeyError('unforeseen')", "error: the error above; saved {}"),
+        ("KeyError('unforeseen')", "stopped by the error above; saved {}"),
     ],
 )
 def test_f47_an_error_in_mid_run_saves_and_resuming_is_exact(

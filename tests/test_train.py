@@ -812,7 +812,7 @@ def test_f22_a_run_is_prolonged_from_before_its_decay(run, sums, tmp_path):
     shutil.copytree(checkpoints, tmp_path / "late")
     shown = train(run, tmp_path / "late", sums, *wsd, "--init_from=resume", "--max_iters=20")
     stable = tmp_path / "late" / "before_decay.pt"
-    note = "note: the learning rate rises from 6.00e-05 to 1.00e-02 after its decay had begun"
+    note = "note: the learning rate rises from 1.39e-03 to 1.00e-02 after its decay had begun"
     assert f"{note}; {stable} is from before it\n" in shown
     assert checkpoint.load(stable)["iter_num"] == 4  # not 10, where the longer decay begins
     best = (checkpoints / "best.pt").read_bytes()
