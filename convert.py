@@ -233,8 +233,8 @@ def write_pretrained(saved: dict[str, Any], folder: Path, dtype: torch.dtype) ->
         "bos_token_id": end_of_text,
         "eos_token_id": end_of_text,
     }
-    if folder.is_file():
-        raise ValueError(f"--to={folder} is a file: name a folder")
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"--to={folder} is no folder: name one")
     if holds_another_model(folder):
         raise ValueError(f"--to={folder} holds a model already: name another folder, or delete it")
     folder.mkdir(parents=True, exist_ok=True)

@@ -55,6 +55,8 @@ if start.startswith("FILE:"):
         start = Path(start.removeprefix("FILE:")).read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"cannot read --start={start}: {error}") from None
+if any("\ud800" <= character <= "\udfff" for character in start):  # from a shell, say
+    raise ValueError(f"--start={start!r} is not UTF-8")
 prompt = tokenizer.encode(start)
 if not prompt:
     if tokenizer.end_of_text is None:

@@ -296,7 +296,8 @@ while not stopping:
     gradients.sum_over_processes()
     scaler.unscale_(optimizer)
     grad_norm = optim.clip_in_step(optimizer, grad_clip)
-    log_due = iter_num % log_interval == 0 or iter_num + 1 == max_iters
+    stopping = stop_request.asked()
+    log_due = stopping or iter_num % log_interval == 0 or iter_num + 1 == max_iters
     if log_due:  # copied now, so that reading waits for backward, but not for the optimizer
         distributed.all_reduce_sum(loss)
         read_numbers = hardware.read_later(loss, grad_norm, optimizer.skipped)
@@ -304,7 +305,6 @@ while not stopping:
     scaler.step(optimizer)
     scaler.update()
     gradients.clear()
-    stopping = stop_request.asked()
 
     # ---- log ----------------------------------------------------------------
     if log_due:

@@ -360,7 +360,9 @@ def what_changed(
         note = (
             f"the learning rate rises from {was_rate:.2e} to {rate:.2e} after its decay had begun"
         )
-        notes.append(note + (f"; {stable} is from before it" if stable.exists() else ""))
+        with contextlib.suppress(ValueError, OSError):  # none there
+            note += f"; {stable} (iteration {read(stable).get('iter_num')}) is from before it"
+        notes.append(note)
     return best_val_loss, notes
 
 

@@ -24,7 +24,8 @@ TEMPORARY = re.compile(
     rf"({'|'.join(map(re.escape, FILES))})\.[0-9a-f]{{8}}\.tmp"
 )  # see whole_file
 
-held: dict[Path, int] = {}  # folders, and the locked file of each, open until the process ends
+# folders that are claimed: each one's locked file, and itself, open until the process ends
+held: dict[Path, tuple[int, int]] = {}
 
 
 def claim(out_dir: Path) -> None:
@@ -64,7 +65,7 @@ def claim(out_dir: Path) -> None:
         os.close(lock)  # Windows does not remove what is open
         print(f"note: {out_dir} cannot be locked ({error.strerror}): let no other run write there")
         return
-    held[out_dir] = lock
+    held[out_dir] = lock, os.open(out_dir, os.O_RDONLY)
     with contextlib.suppress(OSError):
         os.ftruncate(lock, 0)
         os.write(lock, f"process {os.getpid()} on {socket.gethostname()}".encode())
@@ -75,18 +76,29 @@ def claim(out_dir: Path) -> None:
 
 def hold(out_dir: Path) -> None:
     """See that `out_dir`, if this process has claimed it, is still that folder. If it was moved or
-    removed it is claimed anew, and what another run has left there since is set aside.
+    removed it is claimed anew, and what another run has left there since is set aside. (If only the
+    lock was removed, the folder is locked again.)
 
     Raises ValueError if another run is writing there now.
     """
     if out_dir not in held:
         return
-    with contextlib.suppress(FileNotFoundError):
-        if os.path.samestat(os.stat(out_dir / ".lock"), os.fstat(held[out_dir])):
-            return
+    lock, opened = held[out_dir]
+    if is_still(out_dir / ".lock", lock):
+        return
+    same_folder = is_still(out_dir, opened)
     claim(out_dir)
+    if same_folder:
+        return
     print(f"note: {out_dir} was moved or removed while this run wrote there: going on in a new one")
     set_aside(out_dir)
+
+
+def is_still(path: Path, opened: int) -> bool:
+    """Whether `path` is what was opened by that name, and not another file or folder."""
+    with contextlib.suppress(FileNotFoundError):
+        return os.path.samestat(os.stat(path), os.fstat(opened))
+    return False
 
 
 def set_aside(out_dir: Path, names: Sequence[str] = FILES) -> None:

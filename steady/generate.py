@@ -177,7 +177,8 @@ def draw(
     if top_p < 1.0:
         ordered, order = logits.sort(dim=-1, descending=True)
         probs = ordered.softmax(dim=-1)
-        beyond = probs.cumsum(dim=-1) - probs >= top_p  # the likeliest is kept
+        beyond = probs.cumsum(dim=-1) - probs >= top_p
+        beyond[:, 0] = False  # the likeliest is kept, however small top_p is
         logits = logits.masked_fill(beyond.gather(1, order.argsort(dim=-1)), -math.inf)
     return torch.multinomial(logits.softmax(dim=-1), 1, generator=generator).squeeze(1)
 

@@ -259,8 +259,14 @@ def write_in_shards(
     with contextlib.suppress(FileNotFoundError, ValueError):  # ValueError: a full disk cut it short
         before = json.loads(note.read_text(encoding="utf-8"))
     if before != source:
-        if before is not None and any(shards.glob("*.train.bin")):
-            raise ValueError(f"{shards} holds parts of another data set or tokenizer: delete it")
+        other = sorted(key for key in source if (before or {}).get(key) != source[key])
+        if other == ["skip_bad_rows"] and source["skip_bad_rows"]:
+            other = []  # the shards that are there had no bad row
+        if other and before is not None and any(shards.glob("*.train.bin")):
+            raise ValueError(
+                f"{shards} holds parts made with other {', '.join(other)} (what an interrupted run "
+                "has left): delete it to begin anew"
+            )
         with whole_file(note) as file:
             file.write(json.dumps(source).encode())
     if len(missing) < len(jobs):

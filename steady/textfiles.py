@@ -159,7 +159,7 @@ def text_in(line: bytes, column: str) -> tuple[str, str | None]:
     if not isinstance(row, dict):
         return "", f"a {type(row).__name__}, not an object with {column!r}"
     if column not in row:
-        return "", f"no {column!r}, only {', '.join(row)}: pass --column=NAME"
+        return "", f"no {column!r}, only {', '.join(row) or '{}'}: pass --column=NAME"
     if b"\\u" in line and isinstance(row[column], str):
         try:
             row[column].encode()

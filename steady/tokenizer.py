@@ -272,7 +272,7 @@ def byte_pairs(ranks: dict[bytes, int]) -> list[tuple[bytes, bytes]]:
 
 def named(name: str) -> Tokenizer:
     """The tokenizer that a prepare script's --tokenizer names: gpt2, byte, or hf:PATH_OR_HUB_ID."""
-    if name.startswith("hf:"):
+    if name.startswith("hf:") and name != "hf:":
         meta = hf_tokenizer_meta(find_folder(name[3:], ["*.json"]))
         if not meta:
             raise ValueError(f"{name[3:]} has no tokenizer.json")

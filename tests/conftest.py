@@ -116,7 +116,8 @@ def run(monkeypatch, capsys):
                 signal.signal(signum, handler)
             sys.path[:], sys.excepthook = path, hook
             while folder.held:  # the end of its process
-                os.close(folder.held.popitem()[1])
+                for opened in folder.held.popitem()[1]:
+                    os.close(opened)
         return capsys.readouterr().out
 
     return run_script

@@ -160,6 +160,8 @@ def test_what_an_earlier_run_has_written_is_no_text(run, tmp_path):
         ([], "no input: pass --input=FILE"),
         (["--input={binary.parent}"], r"no file matches .*: name its files, such as .*/\*.txt"),
         (["--input=nowhere.txt"], "no file matches --input=nowhere.txt"),
+        (["--input={binary},"], "has an empty name between its commas, or at an end"),
+        (["--input={binary}", "--tokenizer=hf:"], "unknown tokenizer='hf:'"),
         (["--input={binary}", "--tokenizer=byte"], "cannot read .* as UTF-8 text"),
         (["--input={binary}", "--tokenizer=bpe"], "unknown tokenizer='bpe'"),
         (["--input={binary}", "--val_fraction=1"], "val_fraction=1.0 must be above 0"),
@@ -215,6 +217,7 @@ BAD_ROWS = {
     '{"body": "x"}': "no 'text', only body: pass --column=NAME",
     '{"text": ': "no JSON",
     "[1]": "a list, not an object with 'text'",
+    "{}": "no 'text', only {}: pass --column=NAME",
     '{"text": null}': "'text' is null, not text",
     '{"text": 7}': "'text' is int, not text",
     '{"text": ' + "[" * 100_000: "no JSON",  # deeper than Python's stack
@@ -242,10 +245,27 @@ def test_bad_rows_are_named_by_file_and_line_and_left_out_if_asked(run, tmp_path
     shown = run("data/text/prepare.py", *arguments, "--skip_bad_rows=True")
     for i, problem in enumerate(BAD_ROWS.values()):
         assert f"{path}, line {4 * i + 5}: {problem}" in shown
-    assert f"{path}, line 39: no JSON ('utf-8' codec" in shown
-    assert "warning: 8 rows without text were left out" in shown
+    assert f"{path}, line 40: no JSON ('utf-8' codec" in shown
+    assert "warning: 9 rows without text were left out" in shown
     text = "".join(ByteTokenizer().decode(read(tmp_path / "out", s)) for s in ("train", "val"))
     assert sorted(text.split("text ")[1:], key=int) == [str(i) for i in range(30)]
+
+
+def test_a_preparation_that_a_bad_row_has_ended_goes_on_without_it(run, tmp_path, monkeypatch):
+    monkeypatch.setattr(textfiles, "PART_BYTES", 1000)
+    monkeypatch.setattr(textfiles, "READ_BYTES", 200)
+    path = tmp_path / "a.jsonl"
+    rows = [json.dumps({"text": f"text {i}"}) for i in range(300)]
+    path.write_text("\n".join([*rows, "[1]"]) + "\n")
+    arguments = f"--input={path}", "--tokenizer=byte", f"--out={tmp_path / 'out'}"
+    with pytest.raises(ValueError, match="line 301: a list"):
+        run("data/text/prepare.py", *arguments)
+    with pytest.raises(ValueError, match="holds parts made with other column, skip_bad_rows"):
+        run("data/text/prepare.py", *arguments, "--column=body", "--skip_bad_rows=True")
+    shown = run("data/text/prepare.py", *arguments, "--skip_bad_rows=True")
+    assert "shards are there already" in shown
+    text = "".join(ByteTokenizer().decode(read(tmp_path / "out", s)) for s in ("train", "val"))
+    assert sorted(text.split("text ")[1:], key=int) == [str(i) for i in range(300)]
 
 
 def test_broken_files_are_named(run, tmp_path):
@@ -460,7 +480,7 @@ def test_processes_streaming_and_interruptions_change_nothing(
         prepare("restarted")
     first = tmp_path / "restarted" / ".shards" / "00000.train.bin"
     written = first.stat().st_mtime_ns
-    with pytest.raises(ValueError, match="holds parts of another data set or tokenizer"):
+    with pytest.raises(ValueError, match="holds parts made with other tokenizer, val_fraction"):
         hub.prepare_from_hub(tmp_path / "restarted", CharTokenizer("ab"), str(repository))
     assert first.stat().st_mtime_ns == written
     (first.parent / "source.json").write_text("{")  # a full disk cut it short

@@ -65,6 +65,18 @@ def test_f45_a_folder_that_was_moved_or_removed_is_claimed_anew(tmp_path, capsys
     assert capsys.readouterr().out == ""
 
 
+def test_f45_a_folder_whose_lock_was_removed_keeps_its_files(tmp_path, capsys):
+    folder.claim(tmp_path)
+    (tmp_path / "ckpt.pt").write_text("this run's")
+    (tmp_path / ".lock").unlink()
+    folder.hold(tmp_path)
+    assert capsys.readouterr().out == "" and (tmp_path / "ckpt.pt").read_text() == "this run's"
+    again = subprocess.run(
+        [sys.executable, "-c", HOLD, str(tmp_path)], cwd=ROOT, capture_output=True, text=True
+    )
+    assert "another process is writing to" in again.stderr
+
+
 def test_a_name_that_torch_cannot_load_is_refused(tmp_path):
     with pytest.raises(ValueError, match="is not UTF-8: use another name"):
         folder.claim(tmp_path / "run_\udce9")

@@ -443,6 +443,7 @@ def test_f43_draw_limits():
     assert set(draw(logits, top_p=0.5).tolist()) == {0}  # the first has 0.64
     assert set(draw(logits, top_p=0.7).tolist()) == {0, 1}
     assert set(draw(logits, top_p=1e-9).tolist()) == {0}
+    assert set(draw(logits, top_p=1e-300).tolist()) == {0}  # 0 in float32
     shares = torch.bincount(draw(logits, temperature=2.0), minlength=4) / 4000
     torch.testing.assert_close(shares, (logits[0] / 2).softmax(0), rtol=0, atol=0.04)
 

@@ -77,6 +77,7 @@ def test_f43_greedy_no_top_k_and_a_prompt_longer_than_the_context(run, trained):
     [
         ("--start=hello", "does not know 'ehlo'"),
         ("--start=", "--start is empty"),
+        ("--start=\udcff", "is not UTF-8"),
         ("--top_k=-1", "top_k=-1 must be at least 0"),
         ("--temperature=-0.5", "temperature=-0.5 must be at least 0"),
         ("--top_p=0", "top_p=0.0 must be above 0"),
@@ -89,8 +90,9 @@ def test_f43_greedy_no_top_k_and_a_prompt_longer_than_the_context(run, trained):
     ],
 )
 def test_bad_input_is_one_clear_line(run, trained, argument, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=message) as error:
         sample(run, trained, *argument.split(" "))
+    assert type(error.value) is ValueError  # which is printed without a trace
 
 
 def test_one_sample_streams_and_equals_the_same_sample_in_one_piece(fork, run, trained):

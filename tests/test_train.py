@@ -16,7 +16,7 @@ import types
 import warnings
 from pathlib import Path
 
-from steady import checkpoint, compiling, dataloader, hardware, memory, recompute
+from steady import checkpoint, compiling, dataloader, hardware, memory, optim, recompute
 from steady.runlog import RunLog, read_metrics
 from steady.stop import how_to_go_on
 
@@ -349,6 +349,25 @@ def test_f19_a_signal_during_an_evaluation_saves_no_ruined_weights(
     monkeypatch.setattr(dataloader, "eval_batches", interrupted)
     ruined = "--learning_rate=3e38", "--log_interval=1000", "--eval_interval=8"
     with pytest.raises(ValueError, match="train_loss nan .* not finite; .*ckpt.pt is kept"):
+        train(run, tmp_path, sums, *ruined, "--max_iters=12", "--init_from=resume")
+    assert (tmp_path / "ckpt.pt").read_bytes() == good
+
+
+def test_f19_a_signal_between_two_log_lines_saves_no_ruined_weights(
+    run, sums, tmp_path, monkeypatch
+):
+    train(run, tmp_path, sums, "--max_iters=5")
+    good = (tmp_path / "ckpt.pt").read_bytes()
+    set_schedule = optim.set_schedule
+
+    def interrupted(optimizer, step, config):
+        if step == 9:
+            signal.raise_signal(signal.SIGTERM)
+        return set_schedule(optimizer, step, config)
+
+    monkeypatch.setattr(optim, "set_schedule", interrupted)
+    ruined = "--learning_rate=3e38", "--log_interval=1000", "--eval_interval=0"
+    with pytest.raises(ValueError, match="loss nan at iteration 9: not finite; .*ckpt.pt is kept"):
         train(run, tmp_path, sums, *ruined, "--max_iters=12", "--init_from=resume")
     assert (tmp_path / "ckpt.pt").read_bytes() == good
 
@@ -813,7 +832,7 @@ def test_f22_a_run_is_prolonged_from_before_its_decay(run, sums, tmp_path):
     shown = train(run, tmp_path / "late", sums, *wsd, "--init_from=resume", "--max_iters=20")
     stable = tmp_path / "late" / "before_decay.pt"
     note = "note: the learning rate rises from 1.39e-03 to 1.00e-02 after its decay had begun"
-    assert f"{note}; {stable} is from before it\n" in shown
+    assert f"{note}; {stable} (iteration 4) is from before it\n" in shown
     assert checkpoint.load(stable)["iter_num"] == 4  # not 10, where the longer decay begins
     best = (checkpoints / "best.pt").read_bytes()
     shutil.copy(checkpoints / "before_decay.pt", checkpoints / "ckpt.pt")

@@ -10,6 +10,7 @@ Files of any size are prepared in little memory; an interrupted run, repeated, g
 In a glob `**` follows no links to folders, and no file is read twice.
 """
 
+import os
 import sys
 from pathlib import Path
 
@@ -34,7 +35,10 @@ if not input:
 folder = Path(out or Path(__file__).parent)
 written = {(folder / name).resolve() for name in FILES}
 paths: dict[Path, Path] = {}  # as given, by where they really are
-for pattern in input.split(","):
+for name in input.split(","):
+    pattern = os.path.expanduser(name.strip())
+    if not pattern:
+        raise ValueError(f"--input={input} has an empty name between its commas, or at an end")
     found = [(path.resolve(), path) for path in files_matching(pattern)]
     # what an earlier run has made of the text is no text
     found = [(place, path) for place, path in found if place not in written]
