@@ -70,13 +70,12 @@ def are_numbers(entry: dict[str, Any], *names: str) -> bool:
 
 
 def moving_average(values: list[float], width: int) -> list[float]:
-    """The mean of each value and its neighbours, `width` in all; fewer towards both ends, where a
-    window on one side only would lag behind a curve that falls."""
+    """The mean of each value and its neighbours, `width` in all; fewer at the steep beginning."""
     sums = [0.0, *itertools.accumulate(values)]
     means = []
     for i in range(len(values)):
-        side = min(i, len(values) - 1 - i, width // 2)
-        first, end = i - side, i + side + 1
+        side = min(i, width // 2)
+        first, end = i - side, min(len(values), i + side + 1)
         means.append((sums[end] - sums[first]) / (end - first))
     return means
 
@@ -117,7 +116,8 @@ for run in runs:
     first = name not in colors
     color = colors.setdefault(name, f"C{len(colors) % 10}")
     at = [run["x"][e["iter"]] / scale for e in steps]
-    width = max(5, round(smooth * len(steps))) if smooth else 1
+    # of a few lines only few, or their end would lag behind
+    width = max(min(5, len(steps) // 5), round(smooth * len(steps))) if smooth else 1
     loss = moving_average([e["loss"] for e in steps], width)
     # An untrained model's evaluation is no news. A line from there would cut across the curves, and
     # what matters be squeezed into the bottom of the picture.
