@@ -65,7 +65,7 @@ def read_model_config(folder: Path) -> dict[str, Any]:
     """GPTConfig's arguments from a config.json; raises ValueError that names what cannot be."""
     try:
         theirs = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{folder} has no readable config.json: {error}") from None
     try:
         settings = translated(theirs)
@@ -142,6 +142,12 @@ def read_pretrained(source: str) -> Pretrained:
             tensors |= load_file(file)
         except Exception as error:
             raise ValueError(f"cannot read {file}: {error}") from None
+    for name, tensor in tensors.items():
+        if not tensor.is_floating_point() or not tensor.float().sum().isfinite():
+            kind = str(tensor.dtype).removeprefix("torch.")
+            raise ValueError(
+                f"{folder}: {name} ({kind}) is not of finite floating-point numbers: fetch it anew"
+            )
     weights = {
         rename(name, NAMES): tensor.float()
         for name, tensor in tensors.items()

@@ -9,6 +9,7 @@ evaluations only.
 """
 
 import itertools
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -31,9 +32,9 @@ png += "" if Path(png).suffix else ".png"
 if not paths:
     raise ValueError("which runs? python plot.py OUT_DIR [OUT_DIR ...]")
 try:
+    os.environ["MPLBACKEND"] = "Agg"
     import matplotlib
 
-    matplotlib.use("Agg")
     matplotlib.rcParams["text.parse_math"] = False  # a run's name may hold a dollar
     from matplotlib import pyplot
 except ImportError:

@@ -33,7 +33,7 @@ class RunLog:
         output.outlive_readers()
         self.path, self.quiet = out_dir / "metrics.jsonl", quiet
         self.keeps_metrics = not (quiet or config["eval_only"])
-        self.missed_metrics = False
+        self.missed_metrics = self.cut_short = False  # at all; in the last line
         self.began, self.total_gib = time.monotonic(), None
         if self.keeps_metrics:
             # where the run ended it evaluated, and does not do so again if it goes on between two
@@ -178,11 +178,12 @@ class RunLog:
             try:
                 hold(self.path.parent)
                 with open(self.path, "a", encoding="utf-8") as file:
-                    file.write(json.dumps(entry) + "\n")
+                    file.write("\n" * self.cut_short + json.dumps(entry) + "\n")
+                self.cut_short = False
             except (OSError, ValueError) as error:  # a full disk, perhaps: no reason to stop
                 if not self.missed_metrics:
                     self.line(f"warning: {self.path} is not complete: {error}")
-                self.missed_metrics = True
+                self.missed_metrics = self.cut_short = True
         if self.wandb is not None:
             try:
                 self.wandb.log(entry, step=entry["iter"])

@@ -93,6 +93,8 @@ class Rescue:
         remedy = "nothing was saved yet: begin again with a lower learning_rate"
         if self.path.exists():
             remedy = f"{self.path} is kept: go on from there with a lower learning_rate"
+        if iter_num == 0:  # no step has been taken
+            remedy = "the weights that it begins with are damaged: begin again with others"
         if self.step.dtype == torch.float16:
             remedy += ", or with dtype=bfloat16"
         if not all(map(math.isfinite, losses.values())):
@@ -150,7 +152,10 @@ class Rescue:
 
 
 def stopped(iter_num: int, path: Path) -> str:
-    """The last lines of a run that a signal has stopped: where it was saved, how to go on."""
+    """The last lines of a run that a signal has stopped: where it was saved, how to go on. Another
+    signal has nothing to stop from here on."""
+    for signum in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(signum, signal.SIG_IGN)
     go_on = how_to_go_on(path.parent)
     return f"stopped at iteration {iter_num}, saved {path}; to go on:\n  {go_on}"
 

@@ -681,6 +681,18 @@ os.close(terminal)
     assert steps(tmp_path)[-1]["iter"] == reached - 1
 
 
+def test_f19_a_loss_that_is_not_finite_before_any_step_is_not_the_learning_rates_fault(
+    run, sums, tmp_path, monkeypatch
+):
+    def damaged(model):
+        for parameter in model.parameters():
+            torch.nn.init.constant_(parameter, torch.nan)
+
+    monkeypatch.setattr(model_file.GPT, "init_weights", damaged)
+    with pytest.raises(ValueError, match="the weights that it begins with are damaged"):
+        train(run, tmp_path, sums)
+
+
 def test_a_full_disk_costs_metrics_but_not_the_run(run, sums, tmp_path, monkeypatch):
     calls = []
 
@@ -697,7 +709,7 @@ def test_a_full_disk_costs_metrics_but_not_the_run(run, sums, tmp_path, monkeypa
     assert shown.count("is not complete: [Errno 28] No space left") == 1
     assert "finished at iteration 10" in shown
     entries = read_metrics(tmp_path / "metrics.jsonl")
-    assert entries[-1]["iter"] == 10 and len(entries) == len(calls) - 3 - 1
+    assert entries[-1]["iter"] == 10 and len(entries) == len(calls) - 3  # none is lost but those
 
 
 def test_the_command_for_samples_can_be_copied(run, sums, tmp_path):
