@@ -352,9 +352,11 @@ def check_values(values: dict[str, Any]) -> None:
     for name, choices in CHOICES.items():
         if values.get(name, choices[0]) not in choices:
             raise ValueError(f"unknown {name}={shown(values[name])}: use {', '.join(choices)}")
-    for name in ("out_dir", "dataset", "init_from"):
+    for name in ("out_dir", "dataset"):
         if values.get(name) == "":
             raise ValueError(f"{name} is empty: name a folder (. is the current one)")
+    if values.get("init_from") == "":
+        raise ValueError("init_from is empty: use scratch, resume, or a model's folder or id")
     begin = values.get("init_from", "scratch")  # may be a folder or id of any name, too
     likely = difflib.get_close_matches(begin.lower(), ("scratch", "resume"), n=1)
     if likely and begin not in likely and not os.path.exists(begin):

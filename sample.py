@@ -100,7 +100,7 @@ def stream(new: torch.Tensor) -> bool:
 best = "val loss" if path.name == "best.pt" else "best val loss so far"
 evaluated = math.isfinite(saved["best_val_loss"])
 print(f"# loaded {path}: {model.num_params():,} parameters, iteration {saved['iter_num']}, "
-      + (f"{best} {saved['best_val_loss']:.4f}" if evaluated else "not evaluated yet"),
+      + (f"{best} {saved['best_val_loss']:.4f}" if evaluated else "no best loss"),
       file=sys.stderr)  # fmt: skip
 if num_samples == 1:
     print(start, end="", flush=True)

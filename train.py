@@ -32,7 +32,7 @@ from model import GPT, GPTConfig
 # output and evaluation
 out_dir = "out"  # folder of the checkpoints and metrics.jsonl
 init_from = "scratch"  # scratch, resume (out_dir/ckpt.pt), or a Hugging Face model's folder or id
-eval_interval = 2000  # iterations between evaluations, each followed by a save; 0: no evaluation
+eval_interval = 2000  # iterations between evaluations, after which it saves; 0: only a last save
 eval_iters = 200  # batches of batch_size sequences from each split, always the same sequences
 eval_only = False  # evaluate once and exit
 log_interval = 1  # iterations between log lines

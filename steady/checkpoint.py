@@ -43,7 +43,14 @@ EVERYTHING = WEIGHTS_ONLY | {  # what ckpt.pt holds
 
 def save(path: Path, content: dict[str, Any]) -> None:
     """Write `content` to `path`. A crash or a full disk at any point leaves the old file intact; so
-    does a disk that gives back something else."""
+    does a disk that gives back something else.
+
+    Raises ValueError for weights that are not finite: they take no good ones' place.
+    """
+    model = content.get("model") or {}
+    weights = [w.sum(dtype=torch.float32) for w in model.values() if isinstance(w, Tensor)]
+    if weights and not torch.stack(weights).isfinite().all():  # asked once, for the device's sake
+        raise ValueError("its weights are not finite")
     hold(path.parent)
     with whole_file(path, check=check_sums) as file:
         torch.save({"format": FORMAT, "launch": distributed.launch()} | content, file)
@@ -360,8 +367,8 @@ def what_changed(
         note = (
             f"the learning rate rises from {was_rate:.2e} to {rate:.2e} after its decay had begun"
         )
-        with contextlib.suppress(ValueError, OSError):  # none there
-            note += f"; {stable} (iteration {read(stable).get('iter_num')}) is from before it"
+        if 0 <= (n := iteration_of(stable)) <= start:
+            note += f"; {stable} (iteration {n}) is from before it"
         notes.append(note)
     return best_val_loss, notes
 

@@ -1,6 +1,6 @@
 """Matrix products in FP8, of the linear layers in the blocks: forward and both of backward.
 
-FP8 products take half of the time that bfloat16's take. e4m3, with three bits for the fraction
+A GPU with FP8 multiplies it at twice bfloat16's rate. e4m3, with three bits for the fraction
 and values up to 448, holds inputs and weights; e5m2, with a larger range, gradients (Micikevicius
 et al. 2022, "FP8 formats for deep learning"). Every tensor has one scale, by which it is divided so
 that its largest value is the largest of the format (SwiGLU's gradients by a bound, see there);
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from steady.memory import StepShape
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-MIN_WIDTH = 768  # from which on FP8 makes steps faster: 512 is as fast without (H200)
+MIN_WIDTH = 768  # from which on FP8 makes steps faster; 512 wide it gained nothing (H200)
 MULTIPLE = 16  # FP8 kernels take matrices whose sides are multiples of this
 FAST_TERMS = 2**14  # longest sum accumulated fast: so a model learned as in bfloat16 (results.md)
 # Layers of model.py that are given the same input, in one call: each later one, and the first.
@@ -60,8 +60,8 @@ def require_float8(step: StepShape, device: torch.device) -> None:
         raise ValueError("fp8=True does not work with parallel=fsdp: use parallel=ddp or fp8=False")
     if config.n_embd < MIN_WIDTH:
         raise ValueError(
-            f"fp8=True makes no model narrower than n_embd={MIN_WIDTH} faster, and this one has "
-            f"n_embd={config.n_embd}: use fp8=False"
+            f"fp8=True is not known to make models narrower than n_embd={MIN_WIDTH} faster, and "
+            f"this one has n_embd={config.n_embd}: use fp8=False"
         )
     sizes = {
         "block_size": config.block_size,
@@ -273,7 +273,7 @@ def product(
     """a (m, k) @ b (n, k).T, both in FP8, scaled back; returns (m, n) in `dtype`."""
     if not a.is_cuda:  # where torch's kernel takes a second for a few million products
         return (a.float() @ b.float().T * (a_scale * b_scale)).to(dtype)
-    # Fast accumulation saves 1% of a step of 1.5B. On Hopper it keeps 14 bits of the sum so far, to
+    # Fast accumulation saves 2% of a step of 1.5B. On Hopper it keeps 14 bits of the sum so far, to
     # which a small value then adds nothing: too few for sums over many tokens (F56).
     fast = a.shape[1] <= FAST_TERMS
     return torch._scaled_mm(a, b.T, a_scale, b_scale, out_dtype=dtype, use_fast_accum=fast)
@@ -313,7 +313,7 @@ def swiglu_backward(
     and hidden in FP8 and transposed. The scale comes from a bound, since a maximum would be known
     only after all of them: |silu(x)| <= |x|, and its derivative is below 1.1. It is usually a few
     times the maximum, hundreds of times where outliers do not meet. That does no harm: e5m2 has all
-    of its precision for values of 1e-9 of the bound and more, and only smaller ones become 0.
+    of its precision down to 1e-9 of the bound, less below, and below 1.3e-10 all becomes 0.
     """
     rows, columns = gate8.shape
     bound = maxima_of_pieces(grad).amax().float() * torch.finfo(E4M3).max

@@ -77,7 +77,7 @@ def claim(out_dir: Path) -> None:
 def hold(out_dir: Path) -> None:
     """See that `out_dir`, if this process has claimed it, is still that folder. If it was moved or
     removed it is claimed anew, and what another run has left there since is set aside. (If only the
-    lock was removed, the folder is locked again.)
+    lock was removed, and no other run has come since, the folder is locked again.)
 
     Raises ValueError if another run is writing there now.
     """
@@ -86,9 +86,9 @@ def hold(out_dir: Path) -> None:
     lock, opened = held[out_dir]
     if is_still(out_dir / ".lock", lock):
         return
-    same_folder = is_still(out_dir, opened)
+    only_unlocked = is_still(out_dir, opened) and not (out_dir / ".lock").exists()
     claim(out_dir)
-    if same_folder:
+    if only_unlocked:
         return
     print(f"note: {out_dir} was moved or removed while this run wrote there: going on in a new one")
     set_aside(out_dir)

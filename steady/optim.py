@@ -247,13 +247,14 @@ class Gradients:
 def clip_in_step(optimizer: torch.optim.Optimizer, limit: float) -> Tensor:
     """Have fused AdamW's next step scale the gradients down to a norm of `limit` (0: no limit) as
     it reads them, and change nothing where they are not finite; `optimizer.skipped` becomes the
-    number of such steps in a row. Returns the gradients' norm (scalar)."""
+    number of such steps in a row. Another optimizer's are scaled now, or taken away. Returns the
+    gradients' norm (scalar)."""
     gradients = [parameter.grad for parameter in all_parameters(optimizer)]
     grad_norm = total_norm(gradients)
     divisor = (grad_norm / (limit or math.inf)).clamp(min=1.0)
     found_inf = (~grad_norm.isfinite()).float()
     optimizer.skipped = (getattr(optimizer, "skipped", 0) + 1) * found_inf
-    if grad_norm.device.type in IGNORE_SCALE:
+    if grad_norm.device.type in IGNORE_SCALE or not isinstance(optimizer, AdamW):
         for gradient in gradients:
             gradient.div_(divisor)
         if found_inf:  # waits for the device

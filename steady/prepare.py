@@ -259,8 +259,9 @@ def write_in_shards(
     with contextlib.suppress(FileNotFoundError, ValueError):  # ValueError: a full disk cut it short
         before = json.loads(note.read_text(encoding="utf-8"))
     if before != source:
-        other = sorted(key for key in source if (before or {}).get(key) != source[key])
-        if other == ["skip_bad_rows"] and source["skip_bad_rows"]:
+        was = before if isinstance(before, dict) else {}
+        other = sorted(k for k in source.keys() | was.keys() if was.get(k) != source.get(k))
+        if other == ["skip_bad_rows"] and source.get("skip_bad_rows"):
             other = []  # the shards that are there had no bad row
         if other and before is not None and any(shards.glob("*.train.bin")):
             raise ValueError(

@@ -47,6 +47,16 @@ def test_round_trip(tmp_path):
     assert os.listdir(tmp_path) == ["ckpt.pt"]
 
 
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_f19_weights_that_are_not_finite_take_no_good_ones_place(tmp_path, value):
+    path = tmp_path / "ckpt.pt"
+    checkpoint.save(path, {"model": {"v": torch.ones(3), "w": torch.ones(3)}, "iter_num": 7})
+    weights = {"v": torch.ones(3), "w": torch.tensor([1.0, value])}
+    with pytest.raises(ValueError, match="its weights are not finite"):
+        checkpoint.save(path, {"model": weights, "iter_num": 8})
+    assert checkpoint.read(path)["iter_num"] == 7
+
+
 class Malicious:
     def __init__(self, command):
         self.command = command

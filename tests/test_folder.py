@@ -77,6 +77,17 @@ def test_f45_a_folder_whose_lock_was_removed_keeps_its_files(tmp_path, capsys):
     assert "another process is writing to" in again.stderr
 
 
+def test_f45_what_another_run_left_in_an_unlocked_folder_is_set_aside(tmp_path, other_run):
+    folder.claim(tmp_path)
+    (tmp_path / ".lock").unlink()
+    other = other_run(tmp_path)
+    (tmp_path / "ckpt.pt").write_text("the other's")
+    other.kill()
+    other.wait()
+    folder.hold(tmp_path)
+    assert (tmp_path / "previous" / "ckpt.pt").read_text() == "the other's"
+
+
 def test_a_name_that_torch_cannot_load_is_refused(tmp_path):
     with pytest.raises(ValueError, match="is not UTF-8: use another name"):
         folder.claim(tmp_path / "run_\udce9")

@@ -351,3 +351,18 @@ def test_matrices_in_several_stacks_move_as_in_one(monkeypatch):
     assert len(optimizer.stacks) > 5
     for a, b in zip(*(model.parameters() for model in models), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW, torch.optim.RMSprop])
+def test_f19_an_optimizer_of_torchs_own_is_clipped_and_skips_too(kind):
+    weight = torch.nn.Parameter(torch.ones(4))
+    optimizer = kind([weight], lr=0.1)
+    weight.grad = torch.full((4,), 5.0)
+    assert optim.clip_in_step(optimizer, 1.0) == pytest.approx(10.0)
+    assert torch.allclose(weight.grad, torch.full((4,), 0.5))
+    optimizer.step()
+    before = weight.detach().clone()
+    weight.grad = torch.tensor([1.0, torch.nan, 1.0, 1.0])
+    optim.clip_in_step(optimizer, 1.0)
+    optimizer.step()
+    assert torch.equal(weight, before) and optimizer.skipped == 1

@@ -372,6 +372,25 @@ def test_f19_a_signal_between_two_log_lines_saves_no_ruined_weights(
     assert (tmp_path / "ckpt.pt").read_bytes() == good
 
 
+def test_f19_a_signal_before_an_evaluation_saves_no_ruined_weights(
+    run, sums, tmp_path, monkeypatch
+):
+    train(run, tmp_path, sums, "--max_iters=5")
+    good = (tmp_path / "ckpt.pt").read_bytes()
+    set_schedule = optim.set_schedule
+
+    def interrupted(optimizer, step, config):  # called right before the evaluation of a step
+        if step == 8:
+            signal.raise_signal(signal.SIGTERM)
+        return set_schedule(optimizer, step, config)
+
+    monkeypatch.setattr(optim, "set_schedule", interrupted)
+    ruined = "--learning_rate=3e38", "--log_interval=1000", "--eval_interval=8"
+    with pytest.raises(SystemExit, match="could not save"):
+        train(run, tmp_path, sums, *ruined, "--max_iters=12", "--init_from=resume")
+    assert (tmp_path / "ckpt.pt").read_bytes() == good
+
+
 def test_second_signal_stops_at_once(fork, sums, tmp_path):
     more = [f"--dataset={sums}", f"--out_dir={tmp_path}", "--gradient_accumulation_steps=100000"]
     process = fork("train.py", *TINY, *more, "--eval_interval=0")
