@@ -143,7 +143,7 @@ def read_pretrained(source: str) -> Pretrained:
         except Exception as error:
             raise ValueError(f"cannot read {file}: {error}") from None
     for name, tensor in tensors.items():
-        if not tensor.is_floating_point() or not tensor.float().sum().isfinite():
+        if not tensor.is_floating_point() or not checkpoint.are_finite([tensor]):
             kind = str(tensor.dtype).removeprefix("torch.")
             raise ValueError(
                 f"{folder}: {name} ({kind}) is not of finite floating-point numbers: fetch it anew"

@@ -210,7 +210,7 @@ class GPT(nn.Module):
         if not embedding.is_meta:  # the meta device holds no values
             self.init_weights()
         for name in ("rope_cos", "rope_sin"):
-            self.register_buffer(name, torch.empty(0), persistent=False)  # not saved
+            self.register_buffer(name, torch.empty(0), persistent=False)
         self.compute_rope_tables()
 
     def compute_rope_tables(self) -> None:

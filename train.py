@@ -275,7 +275,7 @@ while not stopping:
             saved_iter = iter_num if try_save(ckpt_path, training_state()) else None
         log.restart_clock(iter_num)  # evaluation is not training time
     if iter_num > 0 and iter_num == optim.decay_start(config) and always_save_checkpoint:
-        try_save(out_path / "before_decay.pt", training_state(), overwrite=False)  # to prolong
+        try_save(out_path / "before_decay.pt", training_state(), overwrite=False)  # to prolong it
         log.restart_clock(iter_num)
     if sample_interval and iter_num % sample_interval == 0 and iter_num > 0:
         with autocast:

@@ -13,7 +13,7 @@ import pickle
 import shlex
 import tempfile
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -48,12 +48,17 @@ def save(path: Path, content: dict[str, Any]) -> None:
     Raises ValueError for weights that are not finite: they take no good ones' place.
     """
     model = content.get("model") or {}
-    weights = [w.sum(dtype=torch.float32) for w in model.values() if isinstance(w, Tensor)]
-    if weights and not torch.stack(weights).isfinite().all():  # asked once, for the device's sake
+    if not are_finite([w for w in model.values() if isinstance(w, Tensor)]):
         raise ValueError("its weights are not finite")
     hold(path.parent)
     with whole_file(path, check=check_sums) as file:
         torch.save({"format": FORMAT, "launch": distributed.launch()} | content, file)
+
+
+def are_finite(tensors: Sequence[Tensor]) -> bool:
+    """Whether no value is NaN or infinite: then no tensor's sum is. Asks the device once."""
+    sums = [tensor.sum(dtype=torch.float32) for tensor in tensors]
+    return not sums or bool(torch.stack(sums).isfinite().all())
 
 
 def check_sums(path: Path) -> None:

@@ -353,40 +353,28 @@ def test_f19_a_signal_during_an_evaluation_saves_no_ruined_weights(
     assert (tmp_path / "ckpt.pt").read_bytes() == good
 
 
+@pytest.mark.parametrize(
+    ("step", "eval_interval", "error", "message"),
+    [
+        (9, 0, ValueError, "loss nan at iteration 9: not finite; .*ckpt.pt is kept"),
+        (8, 8, SystemExit, "could not save"),  # right before an evaluation
+    ],
+)
 def test_f19_a_signal_between_two_log_lines_saves_no_ruined_weights(
-    run, sums, tmp_path, monkeypatch
+    run, sums, tmp_path, monkeypatch, step, eval_interval, error, message
 ):
     train(run, tmp_path, sums, "--max_iters=5")
     good = (tmp_path / "ckpt.pt").read_bytes()
     set_schedule = optim.set_schedule
 
-    def interrupted(optimizer, step, config):
-        if step == 9:
+    def interrupted(optimizer, iter_num, config):
+        if iter_num == step:
             signal.raise_signal(signal.SIGTERM)
-        return set_schedule(optimizer, step, config)
+        return set_schedule(optimizer, iter_num, config)
 
     monkeypatch.setattr(optim, "set_schedule", interrupted)
-    ruined = "--learning_rate=3e38", "--log_interval=1000", "--eval_interval=0"
-    with pytest.raises(ValueError, match="loss nan at iteration 9: not finite; .*ckpt.pt is kept"):
-        train(run, tmp_path, sums, *ruined, "--max_iters=12", "--init_from=resume")
-    assert (tmp_path / "ckpt.pt").read_bytes() == good
-
-
-def test_f19_a_signal_before_an_evaluation_saves_no_ruined_weights(
-    run, sums, tmp_path, monkeypatch
-):
-    train(run, tmp_path, sums, "--max_iters=5")
-    good = (tmp_path / "ckpt.pt").read_bytes()
-    set_schedule = optim.set_schedule
-
-    def interrupted(optimizer, step, config):  # called right before the evaluation of a step
-        if step == 8:
-            signal.raise_signal(signal.SIGTERM)
-        return set_schedule(optimizer, step, config)
-
-    monkeypatch.setattr(optim, "set_schedule", interrupted)
-    ruined = "--learning_rate=3e38", "--log_interval=1000", "--eval_interval=8"
-    with pytest.raises(SystemExit, match="could not save"):
+    ruined = "--learning_rate=3e38", "--log_interval=1000", f"--eval_interval={eval_interval}"
+    with pytest.raises(error, match=message):
         train(run, tmp_path, sums, *ruined, "--max_iters=12", "--init_from=resume")
     assert (tmp_path / "ckpt.pt").read_bytes() == good
 
