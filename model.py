@@ -14,7 +14,7 @@ from typing import Any
 
 from steady.float8 import float8_mlp
 from steady.generate import KVCache, LayerCache
-from steady.linear import Linear, compute_dtype, side_by_side
+from steady.linear import Embedding, Linear, compute_dtype, gradient_sums, side_by_side
 from steady.loss import linear_cross_entropy
 
 import torch
@@ -198,9 +198,9 @@ class GPT(nn.Module):
     def __init__(self, config: GPTConfig):
         super().__init__()
         self.config = config
-        # from_pretrained, since nn.Embedding would draw values here that init_weights draws again
+        # from_pretrained, since Embedding(...) would draw values here that init_weights draws again
         embedding = torch.empty(config.vocab_size, config.n_embd)
-        self.token_embedding = nn.Embedding.from_pretrained(embedding, freeze=False)
+        self.token_embedding = Embedding.from_pretrained(embedding, freeze=False)
         self.dropout = nn.Dropout(config.dropout)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layer))
         self.final_norm = RMSNorm(config.n_embd, config.norm_eps)
@@ -280,7 +280,8 @@ class GPT(nn.Module):
         x = self.final_norm(x)
         if targets is None:
             return self.lm_head(x)
-        return linear_cross_entropy(x.flatten(0, 1), self.lm_head.weight, targets.flatten())
+        weight, sums = self.lm_head.weight, gradient_sums([self.lm_head])
+        return linear_cross_entropy(x.flatten(0, 1), weight, targets.flatten(), sums=sums)
 
     def use_cudnn_attention(self, use: bool) -> None:
         """Whether training and evaluation call cuDNN's attention; decide before compiling."""

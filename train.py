@@ -140,7 +140,7 @@ distributed.move_to_device(raw_model, here, device, dtype)
 
 # -----------------------------------------------------------------------------
 # optimizer: from here on the object, no longer the setting
-gradients = optim.Gradients(raw_model, keep=plan.cuda_graphs, summed=here.sums_gradients)
+gradients = optim.Gradients(raw_model, summed=here.sums_gradients)
 optimizer = optim.build_optimizer(raw_model, config, plan.compiled, dtype)
 scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
 if start.optimizer is not None and not eval_only:
@@ -192,6 +192,7 @@ def evaluate(file: TokenFile) -> float:
 def try_step(size: int, checkpointing: str) -> torch.nn.Module:
     """Forward, backward and evaluation, to see if they fit; returns the model that ran."""
     recompute.use_activation_checkpointing(raw_model, checkpointing)
+    gradients.keep(step_shape.adds_gradients_in_place(size))
     candidate = compiling.compile_model(raw_model, plan, here.shards_model, checkpointing)
     tokens = torch.zeros(size, block_size, dtype=torch.int64, device=device)
     targets = torch.zeros_like(tokens)  # given one tensor twice, torch compiles other code
@@ -200,8 +201,7 @@ def try_step(size: int, checkpointing: str) -> torch.nn.Module:
     try:
         for _ in range(0 if eval_only else runs):
             micro_step(candidate, tokens, targets)
-        if here.sums_gradients:
-            gradients.flatten()  # this copy must fit too
+        gradients.flatten()  # where processes sum them, this copy must fit too
         if eval_interval or eval_only:
             with torch.no_grad(), autocast:
                 candidate.eval()(tokens, targets)

@@ -5,6 +5,10 @@ weight's gradient to bfloat16 and converts it back to float32, in which gradient
 the kernel writes its sums as they are: more exact, and a pass over all gradients less. (Not for the
 head, whose gradient loss.py adds up chunk by chunk: float32 would take longer there; and not with
 parallel=fsdp, which casts weights, and so their gradients, around every block.)
+
+Where gradients stay in place from micro-step to micro-step (`keep` of optim.Gradients), backward
+adds to them itself and returns none: for autograd to add them would take a pass over all of them,
+the product can begin with the sum so far.
 """
 
 from collections.abc import Sequence
@@ -33,6 +37,7 @@ class Linear(nn.Linear):
         super().__init__(in_features, out_features, bias=False)
         for name in ("weight8", "weight8_scale"):
             self.register_buffer(name, None, persistent=False)
+        self.adds_to_grad = False  # set by optim.Gradients
 
     def reset_parameters(self) -> None:
         """Nothing: GPT.init_weights draws them, and drawing twice takes seconds."""
@@ -52,19 +57,29 @@ def side_by_side(x: Tensor, *layers: Linear) -> tuple[Tensor, ...]:
     and a slice would keep all that it was cut from."""
     if layers[0].in_float8:
         return float8_linears(x, *layers)
-    *weights, last = [layer.weight for layer in layers]
-    if x.shape[1] == 1:
-        together = [linear(x, weight)[0] for weight in weights]
-    else:
-        together = linear(x, *weights) if weights else ()
-    return *together, *linear(x, last)
+    groups = [[layer] for layer in layers] if x.shape[1] == 1 else [layers[:-1], layers[-1:]]
+    outputs = []
+    for group in filter(None, groups):
+        outputs += linear(x, *[layer.weight for layer in group], sums=gradient_sums(group))
+    return tuple(outputs)
 
 
-def linear(x: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
-    """x (..., in) @ weight.T (in, out) in autocast's dtype for each weight; returns (..., out)."""
+def gradient_sums(layers: Sequence[nn.Module]) -> list[Tensor]:
+    """What the backward pass of `layers` adds their weights' gradients to; nothing where it returns
+    them, which is where they are not kept, or somebody has set them to None."""
+    kept = all(layer.adds_to_grad and layer.weight.grad is not None for layer in layers)
+    return [layer.weight.grad for layer in layers] if kept and torch.is_grad_enabled() else []
+
+
+def linear(x: Tensor, *weights: Tensor, sums: Sequence[Tensor] = ()) -> tuple[Tensor, ...]:
+    """x (..., in) @ weight.T (in, out) in autocast's dtype for each weight; returns (..., out).
+
+    sums: what backward adds the weights' gradients to, instead of returning them, unless products
+    are in float32.
+    """
     dtype = compute_dtype(x)
     if torch.is_grad_enabled() and dtype.itemsize < 4:
-        return _Linear.apply(x.to(dtype), *weights)
+        return _Linear.apply(x.to(dtype), len(weights), *weights, *sums)
     return F.linear(x, joined(weights)).split([len(weight) for weight in weights], dim=-1)
 
 
@@ -78,7 +93,8 @@ class _Linear(torch.autograd.Function):
     masks: 240 us a layer of 124M for queries and keys, where the bytes need 47 (H200)."""
 
     @staticmethod
-    def forward(ctx, x, *weights):
+    def forward(ctx, x, n, *tensors):
+        weights, ctx.sums = tensors[:n], tensors[n:]  # not saved: they change before backward
         ctx.dtype, ctx.sizes = weights[0].dtype, [len(weight) for weight in weights]
         weight = joined(weights).to(x.dtype)
         ctx.save_for_backward(x, weight)
@@ -88,15 +104,60 @@ class _Linear(torch.autograd.Function):
     def backward(ctx, *grads):
         x, weight = ctx.saved_tensors
         inputs, grads_x, grads_weight = x.flatten(0, -2), [], []
-        if not x.is_cuda and len(grads) > 1:  # there joining takes less than a second product
+        join = len(grads) > 1 and not x.is_cuda  # where that takes less than a second product
+        if join and not ctx.sums:
             grad = torch.cat(grads, dim=-1)
             grad_weight = grad.flatten(0, -2).T @ inputs
-            return grad @ weight, *grad_weight.to(ctx.dtype).split(ctx.sizes)
-        for grad, part in zip(grads, weight.split(ctx.sizes), strict=True):
+            return grad @ weight, None, *grad_weight.to(ctx.dtype).split(ctx.sizes)
+        for i, (grad, part) in enumerate(zip(grads, weight.split(ctx.sizes), strict=True)):
             grads_x.append(grad @ part)
             grad_t = grad.flatten(0, -2).T
-            if grad.is_cuda and ctx.dtype != grad.dtype:
+            if ctx.sums:
+                torch.ops.steady.add_product(ctx.sums[i], grad_t, inputs)
+                grads_weight.append(None)
+            elif grad.is_cuda and ctx.dtype != grad.dtype:
                 grads_weight.append(torch.mm(grad_t, inputs, out_dtype=ctx.dtype))
             else:
                 grads_weight.append((grad_t @ inputs).to(ctx.dtype))
-        return sum(grads_x[1:], grads_x[0]), *grads_weight
+        return sum(grads_x[1:], grads_x[0]), None, *grads_weight, *[None] * len(ctx.sums)
+
+
+def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """total += a @ b, in total's dtype from the product's sums on."""
+    if a.is_cuda and a.dtype != total.dtype:
+        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+    else:
+        total += (a @ b).to(total.dtype)
+
+
+# An operator of its own, since torch's compiler would write a product and an addition.
+if not hasattr(torch.ops.steady, "add_product"):  # dev/compare.py imports this file several times
+    operators = torch.library.Library("steady", "FRAGMENT")
+    operators.define("add_product(Tensor(a!) total, Tensor a, Tensor b) -> ()")
+    operators.impl("add_product", add_product, "CompositeExplicitAutograd")
+    torch.library.register_fake("steady::add_product", lambda *_: None, lib=operators)
+
+
+class Embedding(nn.Embedding):
+    """nn.Embedding whose backward pass may add to the gradient that is there, row by row."""
+
+    adds_to_grad = False  # set by optim.Gradients
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        if sums := gradient_sums([self]):
+            return _Embedding.apply(tokens, self.weight, *sums)
+        return super().forward(tokens)
+
+
+class _Embedding(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, tokens, weight, total):
+        ctx.save_for_backward(tokens)
+        ctx.total = total
+        return F.embedding(tokens, weight)
+
+    @staticmethod
+    def backward(ctx, grad):
+        (tokens,) = ctx.saved_tensors
+        ctx.total.index_add_(0, tokens.flatten(), grad.flatten(0, -2).to(ctx.total.dtype))
+        return None, None, None

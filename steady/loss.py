@@ -10,6 +10,7 @@ N rows (B * T), C hidden size, V vocabulary.
 """
 
 import math
+from collections.abc import Sequence
 
 from steady.kernels import runs_kernels, tl, triton
 from steady.linear import compute_dtype
@@ -23,13 +24,18 @@ CHUNK_ELEMENTS = 2**28  # logits held at a time: 512 MiB in bfloat16
 
 
 def linear_cross_entropy(
-    hidden: Tensor, weight: Tensor, targets: Tensor, chunk_elements: int = CHUNK_ELEMENTS
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    chunk_elements: int = CHUNK_ELEMENTS,
+    sums: Sequence[Tensor] = (),
 ) -> Tensor:
     """Mean of `cross_entropy(hidden @ weight.T, targets)` over the targets that are not -1.
 
     Args:
         hidden: (N, C). weight: (V, C). targets: (N,) int64.
         chunk_elements: logits to hold at a time; more is a little faster.
+        sums: one tensor to which backward adds the weight's gradient instead of returning it.
 
     Returns a scalar in float32 (float64 for float64 inputs); 0 if no target counts. Matrix products
     run in autocast's dtype when it is on, everything between them in float32.
@@ -41,7 +47,7 @@ def linear_cross_entropy(
     if chunk > 1024:  # whole tiles of the matrix kernels; the last chunk may be smaller
         chunk = math.ceil(chunk / 256) * 256
     if torch.is_grad_enabled():
-        return _LinearCrossEntropy.apply(hidden, weight, targets, dtype, chunk)
+        return _LinearCrossEntropy.apply(hidden, weight, targets, dtype, chunk, *sums)
     weight = weight.to(dtype)
     parts = zip(hidden.to(dtype).split(chunk), targets.split(chunk), strict=True)
     total = sum(_losses(_log_softmax(h @ weight.T), t).sum() for h, t in parts)
@@ -117,7 +123,7 @@ if triton is not None:
 
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, weight, targets, dtype, chunk):
+    def forward(ctx, hidden, weight, targets, dtype, chunk, *sums):
         cast_weight = weight.to(dtype)
         total, grad_weight, grad_hidden = 0.0, None, []
         for h, t in zip(hidden.to(dtype).split(chunk), targets.split(chunk), strict=True):
@@ -125,14 +131,14 @@ class _LinearCrossEntropy(torch.autograd.Function):
             total = total + losses.sum()
             grad_hidden.append(grad @ cast_weight)
             part = grad.T @ h
-            if grad_weight is None:
-                grad_weight = part.to(_accumulator(dtype))
+            if grad_weight is None:  # a single chunk's has no digits that `dtype` would lose
+                grad_weight = part if len(t) == len(targets) else part.to(_accumulator(dtype))
             else:
                 grad_weight += part
             del grad, part  # or, where this is not compiled, two chunks would be held at a time
         count = _count(targets)
         ctx.save_for_backward(torch.cat(grad_hidden), grad_weight, count)
-        ctx.dtypes = hidden.dtype, weight.dtype
+        ctx.dtypes, ctx.sums = (hidden.dtype, weight.dtype), sums
         return total / count
 
     @staticmethod
@@ -142,10 +148,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
         grad_hidden, grad_weight, count = ctx.saved_tensors
         scale = grad_loss / count
         hidden_dtype, weight_dtype = ctx.dtypes
-        return (
-            (grad_hidden.to(grad_weight.dtype) * scale).to(hidden_dtype),
-            (grad_weight * scale).to(weight_dtype),
-            None,
-            None,
-            None,
-        )
+        wide = _accumulator(grad_hidden.dtype)
+        grad_hidden = (grad_hidden.to(wide) * scale).to(hidden_dtype)
+        grad_weight = (grad_weight.to(wide) * scale).to(weight_dtype)
+        for total in ctx.sums:
+            total += grad_weight
+        return grad_hidden, None if ctx.sums else grad_weight, *[None] * (3 + len(ctx.sums))

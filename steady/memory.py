@@ -76,9 +76,14 @@ class StepShape(NamedTuple):
         """Whether there are gradients while the next micro-batch is computed."""
         return self.plan.cuda_graphs or batch_size < self.sequences
 
-    def copies_gradients(self) -> bool:
+    def adds_gradients_in_place(self, batch_size: int) -> bool:
+        """Whether they are kept in one tensor, see optim.Gradients; not those of a divided model,
+        which FSDP2 makes anew."""
+        return self.keeps_gradients(batch_size) and not self.here.shards_model
+
+    def copies_gradients(self, batch_size: int) -> bool:
         """Whether they are copied into one tensor at the end, to be summed."""
-        return self.here.sums_gradients and not self.plan.cuda_graphs
+        return self.here.sums_gradients and not self.adds_gradients_in_place(batch_size)
 
 
 class Fit(NamedTuple):
@@ -170,7 +175,7 @@ def estimate(
     }
     end = {
         "weights": weights + (copies if step.in_float8 else 0),  # others are gone by now
-        "gradients": (1 + step.copies_gradients()) * weights,
+        "gradients": (1 + step.copies_gradients(batch_size)) * weights,
         "optimizer": state + working,
     }
     components = max(components, end, key=lambda parts: sum(parts.values()))

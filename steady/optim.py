@@ -203,43 +203,69 @@ def load_state(optimizer: AdamW, saved: dict[str, Any]) -> None:
 class Gradients:
     """Where gradients lie, how they are summed over the processes, and how they are cleared.
 
-    With `keep` they are allocated once, added to, and zeroed in place. CUDA graphs need that: the
-    gradients that a graph's backward returns lie in memory which its next replay overwrites.
-    (Marking steps or cloning activations, the usual advice, does not help.)
+    Kept gradients are parts of one tensor, allocated once and cleared with zeros; the layers in
+    linear.py add to them as they multiply. CUDA graphs need that: the gradients that a graph's
+    backward returns lie in memory which its next replay overwrites. (Marking steps or cloning
+    activations, the usual advice, does not help.)
 
     The parameters are listed once, here: FSDP2 swaps those of the model during a step.
     """
 
-    def __init__(self, model: nn.Module, keep: bool, summed: bool):
+    def __init__(self, model: nn.Module, summed: bool, keep: bool = False):
         self.parameters = [p for p in model.parameters() if p.requires_grad]
+        self.adding = [layer for layer in model.modules() if hasattr(layer, "adds_to_grad")]
         self.device = next(model.parameters()).device
-        self.keep, self.summed, self.flat = keep, summed, None
-        if keep:
-            self.flatten()
+        self.summed, self.kept, self.flat = summed, False, None
+        self.keep(keep)
 
-    def flatten(self) -> None:
-        """Move all gradients, or zeros if there are none, into one tensor, of which every .grad is
-        a part then. So one exchange sums them all."""
-        if self.keep and self.flat is not None:
+    def keep(self, keep: bool) -> None:
+        """Whether gradients are kept from now on; decide before compiling."""
+        if keep == self.kept:
             return
+        self.kept = False  # until there is memory for them
+        self.clear()
+        if keep:
+            self.join()
+            if self.device.type == "cuda":  # or CUDA graphs would add to copies
+                for part in self.parts:
+                    torch._dynamo.mark_static_address(part)
+        for layer in self.adding:
+            layer.adds_to_grad = keep
+        self.kept = keep
+
+    def join(self) -> None:
+        """Move all gradients, or zeros if there are none, into one tensor, of which every .grad is
+        a part then."""
         sizes = [p.numel() for p in self.parameters]
         found = [p.grad.flatten() for p in self.parameters if p.grad is not None]
         self.flat = torch.cat(found) if found else torch.zeros(sum(sizes), device=self.device)
-        for parameter, part in zip(self.parameters, self.flat.split(sizes), strict=True):
-            parameter.grad = part.view_as(parameter)
+        parts = zip(self.parameters, self.flat.split(sizes), strict=True)
+        # .data, or autograd would take a change of one part for a change of all
+        self.parts = [part.view_as(parameter).data for parameter, part in parts]
+        self.attach()
+
+    def attach(self) -> None:
+        for parameter, part in zip(self.parameters, self.parts, strict=True):
+            parameter.grad = part
+
+    def flatten(self) -> None:
+        """Where processes sum gradients, have them in one tensor: one exchange sums them all."""
+        if self.summed and not self.kept:
+            self.join()
 
     def sum_over_processes(self) -> None:
         """Call after a step's last micro-step. (FSDP2 sums gradients by itself.)"""
+        self.flatten()
         if self.summed:
-            self.flatten()
             all_reduce_sum(self.flat)
 
     def clear(self) -> None:
         """Make ready for the next step."""
-        if self.keep:
+        if self.kept:
             self.flat.zero_()
+            self.attach()  # if somebody has called optimizer.zero_grad(), which sets them to None
             return
-        self.flat = None
+        self.flat = self.parts = None
         for parameter in self.parameters:
             parameter.grad = None
 

@@ -222,7 +222,8 @@ def test_f12_gradients_are_one_flat_tensor_that_clearing_keeps():
         kept.clear()
         model(torch.ones(1, 3)).sum().backward()
         assert torch.equal(kept.flat, torch.cat([g.flatten() for g in expected]))
-    assert model[0].weight.grad.data_ptr() == kept.flat.data_ptr()
+        assert model[0].weight.grad.data_ptr() == kept.flat.data_ptr()
+        model.zero_grad()  # sets them to None
 
 
 # ---- faults -----------------------------------------------------------------------------------

@@ -698,6 +698,24 @@ def test_weight_gradients_are_not_rounded(dtype, mode):
     assert max(ours) < 1e-5 < 1e-4 < naive
 
 
+@pytest.mark.parametrize("shape", [(4096, 768, 2048), (300, 40, 72)])
+def test_a_product_is_added_to_gradients_in_place(shape):
+    """As exact as a product of its own that is added afterwards, without memory for it."""
+    tokens, rows, columns = shape
+    a = torch.randn(tokens, rows, device="cuda", dtype=torch.bfloat16).T
+    b = torch.randn(tokens, columns, device="cuda", dtype=torch.bfloat16)
+    total = torch.randn(rows, columns, device="cuda")
+    exact, apart = total.double() + a.double() @ b.double(), total.clone()
+    apart += torch.mm(a, b, out_dtype=torch.float32)
+    torch.ops.steady.add_product(total.clone(), a, b)  # cuBLAS takes its workspace
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    torch.ops.steady.add_product(total, a, b)
+    assert torch.cuda.max_memory_allocated() == before
+    error, usual = (((t - exact).norm() / exact.norm()).item() for t in (total, apart))
+    assert error <= 1.5 * usual < 1e-4
+
+
 # ---- several GPUs ------------------------------------------------------------------------------
 
 ENGINES = ("ddp", "fsdp")

@@ -1,10 +1,12 @@
 import gc
 import math
 import weakref
+from functools import partial
 
 from steady import compiling
 from steady import generate as generation
 from steady.generate import KVCache, draw, generate
+from steady.optim import Gradients
 from steady.recompute import use_activation_checkpointing
 
 import pytest
@@ -528,6 +530,63 @@ def test_f52_compiled_code_computes_the_same_gradients(kind, way, monkeypatch):
     torch.testing.assert_close(loss, expected)
     for parameter, gradient in zip(model.parameters(), gradients, strict=True):
         torch.testing.assert_close(parameter.grad, gradient, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "kind, way, tied",
+    [("none", "uncompiled", True), ("none", "in parts", True), ("none", "as one", False),
+     ("selective", "as one", True), ("block", "uncompiled", False), ("block", "in parts", True)],
+)  # fmt: skip
+def test_f52_layers_add_up_the_gradients_that_autograd_would(kind, way, tied, monkeypatch):
+    """To within what bfloat16 rounds: on a CPU autograd's come from one product for several layers.
+    Norms' gradients are left to autograd in either case."""
+    options = {"backend": "aot_eager_decomp_partition", "fullgraph": True}
+    compile = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda f, mode, dynamic: compile(f, **options))
+    torch._dynamo.reset()
+    model = tiny(n_kv_head=2, tied_embeddings=tied)
+    tokens = tokens_for(model)
+    plan = compiling.Plan("no" if way == "uncompiled" else None, "default", way == "as one")
+    use_activation_checkpointing(model, kind)
+    gradients, by_autograd = Gradients(model, summed=False), set()
+
+    def note(name, gradient):
+        if gradient is not None:
+            by_autograd.add(name)
+
+    for name, parameter in model.named_parameters():
+        parameter.register_hook(partial(note, name))
+    found = []
+    for keep in (False, True):
+        gradients.keep(keep)
+        function = compiling.compile_model(model, plan, False, kind)
+        for _ in range(2):
+            gradients.clear()
+            by_autograd.clear()
+            for targets in (tokens, tokens.flip(0), tokens.flip(1)):
+                with torch.autocast("cpu", torch.bfloat16):
+                    function(tokens, targets).backward()
+            found.append([p.grad.clone() for p in model.parameters()])
+        assert any(name.endswith("proj.weight") for name in by_autograd) is not keep
+        assert any("embedding" in name or "lm_head" in name for name in by_autograd) is not keep
+        assert any("norm" in name for name in by_autograd)
+    for autograd, _, first, second in zip(*found, strict=True):
+        assert torch.equal(first, second)
+        assert (first - autograd).norm() < 0.01 * autograd.norm()
+
+
+def test_gradients_that_somebody_has_set_to_none_are_left_to_autograd():
+    model = tiny()
+    gradients = Gradients(model, summed=False, keep=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        model(tokens_for(model), tokens_for(model)).backward()
+        expected = [p.grad.clone() for p in model.parameters()]
+        model.zero_grad()
+        model(tokens_for(model), tokens_for(model)).backward()
+    for parameter, gradient in zip(model.parameters(), expected, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient, atol=1e-4, rtol=0.02)
+    gradients.clear()
+    assert all(not p.grad.any() for p in model.parameters())
 
 
 def test_activation_checkpointing_recomputes_what_it_says():

@@ -184,8 +184,8 @@ def poison(monkeypatch, at_call, training=True):
     calls = []
     original = model_file.linear_cross_entropy
 
-    def poisoned(*arguments):
-        loss = original(*arguments)
+    def poisoned(*arguments, **options):
+        loss = original(*arguments, **options)
         if torch.is_grad_enabled() is training:
             calls.append(1)
             if len(calls) >= at_call:
@@ -218,8 +218,8 @@ def test_f19_one_infinite_gradient_is_skipped_and_training_goes_on(
     original = model_file.linear_cross_entropy
     calls = []
 
-    def explode_once(*arguments):
-        loss = original(*arguments)
+    def explode_once(*arguments, **options):
+        loss = original(*arguments, **options)
         if torch.is_grad_enabled():
             calls.append(1)
             if len(calls) == 4:
@@ -244,8 +244,8 @@ def test_f19_gradients_that_are_never_finite_are_told_once_and_end_the_run(
     good = checkpoint.load(tmp_path / "ckpt.pt")["model"]
     original = model_file.linear_cross_entropy
 
-    def explode(*arguments):
-        loss = original(*arguments)
+    def explode(*arguments, **options):
+        loss = original(*arguments, **options)
         if torch.is_grad_enabled():
             loss.register_hook(lambda gradient: gradient * float("inf"))
         return loss
