@@ -55,7 +55,9 @@ class StopRequest:
     def request(self, signum: int, frame: object) -> None:
         self.received = True
         once_more_counts = self.alone and signum in (signal.SIGINT, signal.SIGTERM)
-        signal.signal(signum, signal.default_int_handler if once_more_counts else signal.SIG_IGN)
+        # By the system: an exception in the midst of something can leave a lock taken, for which
+        # the thread that reads data waits for ever, and Python at its end for that thread.
+        signal.signal(signum, signal.SIG_DFL if once_more_counts else signal.SIG_IGN)
         if self.announce:  # not by print, which the signal may have interrupted
             again = b"; once more stops at once" if once_more_counts else b""
             output.write((1, 2), b"\nstopping and saving" + again + b"\n")

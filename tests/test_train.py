@@ -392,6 +392,33 @@ def test_second_signal_stops_at_once(fork, sums, tmp_path):
     assert "Traceback" not in process.stdout.read()
 
 
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
+def test_second_signal_waits_for_no_thread(name):
+    """A thread that waits for a lock, as the one that reads data can if that was interrupted while
+    it held it, never ends."""
+    code = """
+import threading, time
+from steady.stop import StopRequest
+locked = threading.Lock()
+locked.acquire()
+threading.Thread(target=locked.acquire).start()
+StopRequest(alone=True, announce=False)
+print("ready", flush=True)
+while True:
+    time.sleep(0.1)
+"""
+    command = [sys.executable, "-c", code]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            skip_until(process, "ready")
+            for _ in range(2):
+                process.send_signal(getattr(signal, name))
+                time.sleep(0.5)
+            assert process.wait(5) == -getattr(signal, name)
+        finally:
+            process.kill()
+
+
 def test_f31_a_request_while_compiling_trains_nothing_more(run, sums, tmp_path, monkeypatch):
     with interrupted_set_up(monkeypatch):
         shown = train(run, tmp_path / "parts", sums)
