@@ -8,6 +8,10 @@ device's peak is known, and peak memory. Nothing is evaluated or saved. The voca
 set's where that is there, else GPT-2's.
 """
 
+import steady
+
+steady.start_script()  # before torch is imported
+
 import os
 import signal
 import socket
@@ -18,19 +22,18 @@ import tempfile
 import time
 from pathlib import Path
 
-from steady.dataloader import dataset_folder, read_meta
-from steady.runlog import read_metrics
-from steady.stop import on_signals
-
 import numpy as np
 
 from configurator import configure
+from steady import UserError
+from steady.dataloader import dataset_folder, read_meta
+from steady.runlog import read_metrics
+from steady.stop import on_signals
 
 # measurement
 steps = 12  # steps measured
 warmup_steps = 4  # steps before them: caches, clocks
 processes = 1  # GPUs of this machine to train on
-memory = False  # estimate peak memory per component too
 
 HERE = Path(__file__).parent
 config = configure(globals(), base=HERE / "train.py")
@@ -49,7 +52,7 @@ with tempfile.TemporaryDirectory() as folder:
     Path(folder, "meta.json").write_text(
         f'{{"vocab_size": {vocab_size}, "dtype": "{dtype}"}}', encoding="utf-8"
     )
-    own = ("--steps", "--warmup_steps", "--processes", "--memory")
+    own = ("--steps", "--warmup_steps", "--processes")
     command = [sys.executable, str(HERE / "train.py")]
     command += [argument for argument in sys.argv[1:] if argument.partition("=")[0] not in own]
     command += [f"--dataset={folder}", f"--out_dir={folder}", "--init_from=scratch"]
@@ -83,7 +86,7 @@ with tempfile.TemporaryDirectory() as folder:
     lines = output.read_text(encoding="utf-8").splitlines()
     if len(entries) < warmup_steps + steps:
         print("\n".join(lines[-20:]), file=sys.stderr)
-        raise ValueError(
+        raise UserError(
             f"train.py ended after {len(entries)} of {warmup_steps + steps} steps, see above"
         )
 
@@ -98,7 +101,4 @@ if measured[-1]["mfu"] is not None:
     print(f"mfu         {statistics.median(entry['mfu'] for entry in measured):12.1%}")
 if measured[-1]["memory_gib"] is not None:
     print(f"peak memory {measured[-1]['memory_gib']:12.2f} GiB")
-if memory:
-    estimate = next(line for line in lines if line.startswith("memory "))
-    print(f"estimate    {estimate.removeprefix('memory ').removesuffix(', by estimate')}")
 print(f"first step  {first_step:12.1f} s after the start")

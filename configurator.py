@@ -28,6 +28,8 @@ import tokenize
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from steady import UserError
+
 # What each setting of any script may be. What several must be together is checked where it matters.
 CHOICES = {
     "dtype": ("auto", "float32", "bfloat16", "float16"),
@@ -143,7 +145,7 @@ def configure(
         ignored: a script whose settings config files may hold too, without effect (sample.py takes
             the config of a training run).
 
-    Raises ValueError that names key, value and remedy for anything it cannot accept. From here on
+    Raises UserError that names key, value and remedy for anything it cannot accept. From here on
     a ValueError that this project raises, or the system's error about a file or disk, ends the
     script with its one line and no traceback.
     """
@@ -170,15 +172,6 @@ def configure(
     return config
 
 
-def without_auto(script: str | Path, name: str) -> Any:
-    """The setting `name` of `script` as it is without `--name=auto` on the command line."""
-    arguments = [argument for argument in sys.argv[1:] if argument != f"--{name}=auto"]
-    value = resolve(read_settings(script), arguments)[name]
-    if value == "auto":
-        raise ValueError(f"{name}='auto' must be given on the command line, as --{name}=auto")
-    return value
-
-
 def flags_given() -> set[str]:
     """What the command line sets, each as `--key`."""
     return {argument.partition("=")[0] for argument in sys.argv[1:]}
@@ -195,7 +188,7 @@ def batch_note(script: str | Path) -> str | None:
     rest = [argument for argument in sys.argv[1:] if not argument.startswith("--batch_size=")]
     planned = resolve(settings, rest)
     steps, before = planned["gradient_accumulation_steps"], planned["batch_size"]
-    if "auto" in (size, before) or size == before:
+    if size == before:
         return None
     kept = max(1, round(before * steps / size))
     keeps = "keeps it" if kept * size == before * steps else f"makes it {kept * size}"
@@ -247,12 +240,12 @@ def resolve(
     for argument, following in zip(arguments, [*arguments, "-"][1:], strict=True):
         if not argument.startswith("-"):
             if not config_files:
-                raise ValueError(f"{argument!r} is no setting: write --key=value; --help lists all")
+                raise UserError(f"{argument!r} is no setting: write --key=value; --help lists all")
             run_config_file(argument, settings, config, ignored or {})
             continue
         key, equals, text = argument.lstrip("-").partition("=")  # only the first "=" separates
         if key not in settings:
-            raise ValueError(
+            raise UserError(
                 f"unknown setting {shown(argument)}{chosen(text) or nearest(key, settings)}"
             )
         word = re.match(r"-?\d|[^-]", following) and not os.path.exists(following)
@@ -262,7 +255,7 @@ def resolve(
         elif not equals or not argument.startswith("--"):
             value = text if equals else following if word else settings[key].default
             value = {"0": "False", "1": "True"}.get(value, value) if boolean else value
-            raise ValueError(f"{shown(argument)} is no --key=value: write --{key}={value}")
+            raise UserError(f"{shown(argument)} is no --key=value: write --{key}={value}")
         value = parse(text, settings[key].types)
         config[key] = check(settings[key], value, f"--{key}={shown(text, plain=True)}")
     return config
@@ -281,7 +274,7 @@ def run_config_file(
     try:
         exec(compile(source, path, "exec"), namespace)
     except (Exception, SystemExit) as error:  # a file that leaves has not set what it should
-        raise ValueError(f"config file {path} failed: {type(error).__name__}: {error}") from None
+        raise UserError(f"config file {path} failed: {type(error).__name__}: {error}") from None
     defined = set()  # imported modules, functions and classes are tools, not settings
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import | ast.ImportFrom):
@@ -292,7 +285,7 @@ def run_config_file(
         if key in settings:
             config[key] = check(settings[key], value, f"{key} = {shown(value)} in {path}")
         elif not key.startswith("_") and key not in defined and key not in ignored:
-            raise ValueError(
+            raise UserError(
                 f"unknown setting {key!r} in {path}{nearest(key, settings)} "
                 "(names of your own begin with an underscore)"
             )
@@ -306,9 +299,9 @@ def source_of(path: str) -> str:
     except OSError as error:
         setting = path.lstrip("\u2010\u2011\u2012\u2013\u2014\u2015\u2212\ufeff")  # other dashes
         hint = "" if "=" not in path else f" (a setting is written --{setting})"
-        raise ValueError(f"cannot read config file {path!r}: {error.strerror}{hint}") from None
+        raise UserError(f"cannot read config file {path!r}: {error.strerror}{hint}") from None
     except ValueError as error:  # not UTF-8, or a path that cannot be one
-        raise ValueError(f"cannot read config file {path!r} as UTF-8 text: {error}") from None
+        raise UserError(f"cannot read config file {path!r} as UTF-8 text: {error}") from None
 
 
 def is_computed(value: str) -> bool:
@@ -341,37 +334,34 @@ def check(setting: Setting, value: Any, where: str) -> Any:
     if float in setting.types and number and not abs(value) >= 2**1023:
         return float(value)
     expected = " or ".join(kind.__name__ for kind in setting.types)
-    raise ValueError(
+    raise UserError(
         f"{where}: {setting.name} takes a value of type {expected}, not {shown(value)}"
         + chosen(value)
     )
 
 
 def check_values(values: dict[str, Any]) -> None:
-    """Raises ValueError for a setting that is out of its range, or none of its choices."""
+    """Raises UserError for a setting that is out of its range, or none of its choices."""
     for name, choices in CHOICES.items():
         if values.get(name, choices[0]) not in choices:
-            raise ValueError(f"unknown {name}={shown(values[name])}: use {', '.join(choices)}")
+            raise UserError(f"unknown {name}={shown(values[name])}: use {', '.join(choices)}")
     for name in ("out_dir", "dataset"):
         if values.get(name) == "":
-            raise ValueError(f"{name} is empty: name a folder (. is the current one)")
+            raise UserError(f"{name} is empty: name a folder (. is the current one)")
     if values.get("init_from") == "":
-        raise ValueError("init_from is empty: use scratch, resume, or a model's folder or id")
+        raise UserError("init_from is empty: use scratch, resume, or a model's folder or id")
     begin = values.get("init_from", "scratch")  # may be a folder or id of any name, too
     likely = difflib.get_close_matches(begin.lower(), ("scratch", "resume"), n=1)
     if likely and begin not in likely and not os.path.exists(begin):
-        raise ValueError(f"unknown init_from={shown(begin)}, did you mean --init_from={likely[0]}?")
+        raise UserError(f"unknown init_from={shown(begin)}, did you mean --init_from={likely[0]}?")
     for words, holds, names in RANGES:
         for name in names:
-            value = values.get(name, "auto")
-            if isinstance(value, str) and value != "auto":
-                raise ValueError(f"{name}={shown(value)} must be an integer, or auto")
-            if value != "auto" and not holds(value):
-                raise ValueError(f"{name}={shown(value)} must be {words}")
+            if name in values and not holds(value := values[name]):
+                raise UserError(f"{name}={shown(value)} must be {words}")
     if values.get("min_lr", 0.0) > values.get("learning_rate", math.inf) and values.get(
         "decay_lr", True
     ):
-        raise ValueError(
+        raise UserError(
             f"min_lr={values['min_lr']} must be at most learning_rate={values['learning_rate']}: "
             "use --min_lr=0.0, or a tenth of the rate"
         )
@@ -420,16 +410,9 @@ def describe(settings: dict[str, Setting], script: str, positional: str) -> str:
 
 
 def one_line_errors(kind: type[BaseException], error: BaseException, trace: Any) -> None:
-    """An excepthook: ValueErrors raised by this project's own files are meant for the user, and so
-    are the system's about files and disks."""
-    innermost = trace
-    while innermost is not None and innermost.tb_next is not None:
-        innermost = innermost.tb_next
-    raised_in = Path(innermost.tb_frame.f_code.co_filename if innermost else "").resolve()
-    ours = Path(__file__).resolve().parent in raised_in.parents
-    from_us = kind is ValueError and ours and "site-packages" not in raised_in.parts
-    from_the_system = isinstance(error, OSError) and error.errno is not None
-    if from_us or from_the_system:
+    """An excepthook: UserErrors and the system's errors about files and disks are one line for the
+    user. Everything else keeps its traceback."""
+    if isinstance(error, UserError) or isinstance(error, OSError) and error.errno is not None:
         rank = os.environ.get("RANK", "0")  # torchrun's, to tell several processes apart
         prefix = "" if rank == "0" else f"rank {rank}: "
         if kind is not BrokenPipeError:  # its reader has seen enough

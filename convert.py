@@ -8,23 +8,27 @@ cannot compute is refused by name. The second writes a folder for transformers' 
 and AutoTokenizer, and so for vLLM, llama.cpp's converter and the evaluation harness.
 """
 
+import steady
+
+if __name__ == "__main__":
+    steady.start_script()  # before torch is imported
+
 import json
+import os
 import re
 import shutil
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from steady import checkpoint
-from steady.checkpoint import Start
-from steady.dataloader import DataSet
-from steady.distributed import this_process
-from steady.hardware import choose_dtype
-from steady.tokenizer import find_folder, from_meta, hf_tokenizer_meta, write_hf_tokenizer
-
 import torch
 
 from configurator import configure
 from model import GPT, GPTConfig
+from steady import UserError, checkpoint
+from steady.checkpoint import Start
+from steady.dataloader import DataSet
+from steady.hardware import choose_dtype
+from steady.tokenizer import find_folder, from_meta, hf_tokenizer_meta, write_hf_tokenizer
 
 # which checkpoint
 out_dir = "out"  # folder of the checkpoint
@@ -62,20 +66,20 @@ def rename(name: str, names: dict[str, str]) -> str:
 
 
 def read_model_config(folder: Path) -> dict[str, Any]:
-    """GPTConfig's arguments from a config.json; raises ValueError that names what cannot be."""
+    """GPTConfig's arguments from a config.json; raises UserError that names what cannot be."""
     try:
         theirs = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise ValueError(f"{folder} has no readable config.json: {error}") from None
+        raise UserError(f"{folder} has no readable config.json: {error}") from None
     try:
         settings = translated(theirs)
         GPTConfig(**settings)  # checks their values
         return settings
-    except ValueError as error:
-        raise ValueError(f"{folder / 'config.json'}: {error}") from None
+    except UserError as error:
+        raise UserError(f"{folder / 'config.json'}: {error}") from None
     except Exception as error:  # a field is missing, or of another type
         reason = f"{type(error).__name__}: {error}"
-        raise ValueError(
+        raise UserError(
             f"{folder / 'config.json'} is not what Llama, Mistral and Qwen3 have ({reason})"
         ) from None
 
@@ -102,7 +106,7 @@ def translated(theirs: dict[str, Any]) -> dict[str, Any]:
     }  # fmt: skip
     found = [name for name, present in unsupported.items() if present]
     if found:
-        raise ValueError(f"needs what is not supported: {', '.join(found)}; use another model")
+        raise UserError(f"needs what is not supported: {', '.join(found)}; use another model")
     theta = rope.get("rope_theta", theirs.get("rope_theta", 10000.0))
     return {
         "block_size": theirs.get("max_position_embeddings", 2048),
@@ -124,28 +128,28 @@ def translated(theirs: dict[str, Any]) -> dict[str, Any]:
 def read_pretrained(source: str) -> Pretrained:
     """A model of the Llama family from a folder or the hub, weights in float32.
 
-    Raises ValueError for anything that would make its numbers differ from the original's.
+    Raises UserError for anything that would make its numbers differ from the original's.
     """
     model_config = read_model_config(find_folder(source, ["*.json"]))  # before much is downloaded
     folder = find_folder(source, ["*.json", "model*.safetensors"])
     try:
         from safetensors.torch import load_file
     except ImportError:
-        raise ValueError("pretrained weights need safetensors: pip install safetensors") from None
+        raise UserError("pretrained weights need safetensors: pip install safetensors") from None
     # some have a second copy beside these, such as consolidated.safetensors, with other names
     files = sorted(folder.glob("model*.safetensors")) or sorted(folder.glob("*.safetensors"))
     if not files:
-        raise ValueError(f"{folder} holds no *.safetensors file")
+        raise UserError(f"{folder} holds no *.safetensors file")
     tensors = {}
     for file in files:
         try:
             tensors |= load_file(file)
         except Exception as error:
-            raise ValueError(f"cannot read {file}: {error}") from None
+            raise UserError(f"cannot read {file}: {error}") from None
     for name, tensor in tensors.items():
         if not tensor.is_floating_point() or not checkpoint.are_finite([tensor]):
             kind = str(tensor.dtype).removeprefix("torch.")
-            raise ValueError(
+            raise UserError(
                 f"{folder}: {name} ({kind}) is not of finite floating-point numbers: fetch it anew"
             )
     weights = {
@@ -165,30 +169,30 @@ def read_pretrained(source: str) -> Pretrained:
 def start_from(source: str, data: DataSet, block_size: int, dropout: float) -> Start:
     """How a run begins that finetunes the model from `source` on `data`.
 
-    Raises ValueError unless the model can be trained on such data.
+    Raises UserError unless the model can be trained on such data.
     """
     run = Path(source).parent if Path(source).is_file() else Path(source)
     if (run / "ckpt.pt").is_file() and not (run / "config.json").is_file():
-        raise ValueError(
+        raise UserError(
             f"{source} is a run of train.py's: go on with it by --out_dir={run} --init_from=resume"
         )
     pretrained = read_pretrained(source)
     longest = pretrained.model_config["block_size"]
     if block_size > longest:
-        raise ValueError(
+        raise UserError(
             f"block_size={block_size} is more than {source} was made for: use "
             f"--block_size={longest} or less"
         )
     if data.tokenizer != pretrained.tokenizer and pretrained.tokenizer:
-        raise ValueError(
+        raise UserError(
             f"data set {data.folder.name} was not made with {source}'s tokenizer: make one with "
             f"python data/text/prepare.py --input=FILES --tokenizer=hf:{source} --out=data/NAME"
         )
-    if not pretrained.tokenizer and this_process().master:
+    if not pretrained.tokenizer and os.environ.get("RANK", "0") == "0":
         print(f"note: {source} has no tokenizer.json: whether {data.folder.name} was made with its "
               "tokenizer is not known")  # fmt: skip
     model_config = pretrained.model_config | {"block_size": block_size, "dropout": dropout}
-    return Start(model_config, pretrained.weights, pretrained.dtype)
+    return Start(model_config, pretrained.weights, pretrained.dtype, source=Path(source))
 
 
 def holds_another_model(folder: Path) -> bool:
@@ -211,7 +215,7 @@ def write_pretrained(saved: dict[str, Any], folder: Path, dtype: torch.dtype) ->
         import tokenizers  # noqa: F401 (needed below)
         from safetensors.torch import save_file
     except ImportError:
-        raise ValueError(
+        raise UserError(
             "exporting needs safetensors and tokenizers: pip install safetensors tokenizers"
         ) from None
     ours = GPTConfig(**saved["model_config"])
@@ -240,9 +244,9 @@ def write_pretrained(saved: dict[str, Any], folder: Path, dtype: torch.dtype) ->
         "eos_token_id": end_of_text,
     }
     if folder.exists() and not folder.is_dir():
-        raise ValueError(f"--to={folder} is no folder: name one")
+        raise UserError(f"--to={folder} is no folder: name one")
     if holds_another_model(folder):
-        raise ValueError(f"--to={folder} holds a model already: name another folder, or delete it")
+        raise UserError(f"--to={folder} holds a model already: name another folder, or delete it")
     folder.mkdir(parents=True, exist_ok=True)
     weights = {
         rename(name, OURS): tensor.to(dtype).contiguous()
@@ -254,7 +258,7 @@ def write_pretrained(saved: dict[str, Any], folder: Path, dtype: torch.dtype) ->
         save_file(weights, part, metadata={"format": "pt"} | WRITER)
     except Exception as error:  # safetensors has its own for a full disk
         part.unlink(missing_ok=True)
-        raise ValueError(f"{folder} is not complete: {error}") from None
+        raise UserError(f"{folder} is not complete: {error}") from None
     part.replace(folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps(theirs, indent=2) + "\n", encoding="utf-8")
     shutil.copymode(folder / "config.json", folder / "model.safetensors")  # or it is ours alone
@@ -265,13 +269,13 @@ if __name__ == "__main__":
     configure(globals(), positional="")
 
     if not to:
-        raise ValueError("where to? pass --to=FOLDER")
+        raise UserError("where to? pass --to=FOLDER")
     try:
         to.encode()
     except UnicodeEncodeError:
-        raise ValueError(f"--to={to!r} is not UTF-8, as safetensors wants paths to be") from None
+        raise UserError(f"--to={to!r} is not UTF-8, as safetensors wants paths to be") from None
     if Path(to).resolve() == Path(out_dir).resolve():
-        raise ValueError(f"--to={to} is the run's own folder: name another")
+        raise UserError(f"--to={to} is the run's own folder: name another")
     path = checkpoint.find(Path(out_dir), ckpt)
     saved = checkpoint.load(path)
     with torch.device("meta"):

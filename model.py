@@ -1,32 +1,27 @@
 """A GPT in one file: RMSNorm, rotary embeddings (RoPE), grouped-query attention (GQA), SwiGLU.
 
 A pre-norm decoder without biases, in the layout of Hugging Face's Llama, so that weights convert
-without permutation. Sampling is in steady/generate.py, activation checkpointing in
-steady/recompute.py, the loss that never holds all logits in steady/loss.py.
+without permutation. It is plain torch: change any line. Only the loss comes from elsewhere
+(steady/loss.py): it never holds the logits of a whole batch. Sampling is in steady/generate.py.
 
 Shapes: B batch, T tokens, C n_embd, H n_head, K n_kv_head, D head_dim, V vocab_size.
 """
 
 import math
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, fields
 from typing import Any
-
-from steady.float8 import float8_mlp
-from steady.generate import KVCache, LayerCache
-from steady.linear import Embedding, Linear, compute_dtype, gradient_sums, side_by_side
-from steady.loss import linear_cross_entropy
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from configurator import check_values
+from steady import UserError
+from steady.loss import compute_dtype, linear_cross_entropy
 
 
 @dataclass
 class GPTConfig:
-    """Everything that defines the architecture. Raises ValueError on values that do not fit."""
+    """Everything that defines the architecture. Raises UserError for values that do not fit."""
 
     block_size: int = 1024  # the longest context
     vocab_size: int = 50304  # GPT-2's 50257 rounded up to a multiple of 64
@@ -35,7 +30,7 @@ class GPTConfig:
     n_kv_head: int = 0  # key/value heads; 0: as many as n_head
     n_embd: int = 768
     n_hidden: int = 0  # width of the MLP; 0: 8/3 n_embd, rounded up to a multiple of 64
-    head_dim: int = 0  # width of a head; 0: n_embd / n_head (some pretrained models have others)
+    head_dim: int = 0  # width of a head; 0: n_embd / n_head (some pretrained models differ)
     dropout: float = 0.0
     rope_theta: float = 10000.0
     norm_eps: float = 1e-5
@@ -44,26 +39,42 @@ class GPTConfig:
 
     def __post_init__(self):
         for field in fields(self):
-            kinds = (int, float) if field.type is float else (field.type,)
-            if type(value := getattr(self, field.name)) not in kinds:
-                raise ValueError(f"{field.name}={value!r} is not of type {field.type.__name__}")
+            value = getattr(self, field.name)
+            if field.type is float and type(value) is int:
+                continue
+            if field.type in (int, float, bool) and type(value) is not field.type:
+                raise UserError(f"{field.name}={value!r} is not of type {field.type.__name__}")
         self.n_kv_head = self.n_kv_head or self.n_head
         self.n_hidden = self.n_hidden or math.ceil(8 * self.n_embd / 3 / 64) * 64
-        check_values(self.settings())
+        sizes = {"block_size": 2**31 - 1, "vocab_size": 2**32, "n_layer": 10**4, "n_head": 10**6,
+                 "n_kv_head": 10**6, "n_embd": 10**6, "n_hidden": 10**6}  # fmt: skip
+        for name, most in sizes.items():
+            if not 1 <= getattr(self, name) <= most:
+                value = getattr(self, name)
+                raise UserError(f"{name}={value} must be at least 1 and at most {most}")
+        if not 0 <= self.head_dim <= 10**6:
+            raise UserError(f"head_dim={self.head_dim} must be at least 0 and at most 1000000")
+        if not 0 <= self.dropout < 1:
+            raise UserError(f"dropout={self.dropout} must be at least 0 and below 1")
+        if not 0 < self.rope_theta < math.inf or not 0 <= self.norm_eps < math.inf:
+            raise UserError(
+                f"rope_theta={self.rope_theta} must be above 0, norm_eps={self.norm_eps} at least "
+                "0, and both finite"
+            )
         if self.n_embd % self.n_head and not self.head_dim:
-            raise ValueError(
+            raise UserError(
                 f"n_embd={self.n_embd} is not divisible by n_head={self.n_head}: "
                 f"use n_embd={math.ceil(self.n_embd / self.n_head) * self.n_head}"
             )
         self.head_dim = self.head_dim or self.n_embd // self.n_head
         if self.n_head % self.n_kv_head:
             divisors = [k for k in range(1, self.n_head + 1) if self.n_head % k == 0]
-            raise ValueError(
+            raise UserError(
                 f"n_head={self.n_head} is not divisible by n_kv_head={self.n_kv_head}: "
                 f"use one of {', '.join(map(str, divisors))}"
             )
         if self.head_dim % 2:
-            raise ValueError(
+            raise UserError(
                 f"head dimension {self.head_dim} (n_embd / n_head if not given) is odd, but rotary "
                 f"embeddings rotate pairs: use n_embd={self.n_head * (self.head_dim + 1)}"
             )
@@ -74,8 +85,8 @@ class GPTConfig:
         names = {field.name for field in fields(cls)} & settings.keys()
         return cls(**{name: settings[name] for name in names} | {"vocab_size": vocab_size})
 
-    def settings(self) -> dict[str, int | float | bool]:
-        """All of it as plain values, for checkpoints: `GPTConfig(**settings)`."""
+    def settings(self) -> dict[str, Any]:
+        """All fields as plain values, for checkpoints: `GPTConfig(**settings)`."""
         return asdict(self)
 
 
@@ -88,13 +99,13 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(size))
 
     def forward(self, x: Tensor) -> Tensor:
-        # the fused kernel computes in float32 by itself, but takes x and weight of one dtype only
+        # the fused kernel computes in float32, but only takes x and weight of the same dtype
         values = x if x.dtype == self.weight.dtype else x.float()
         return F.rms_norm(values, self.weight.shape, self.weight, self.eps).type_as(x)
 
 
 def rope_tables(positions: Tensor, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
-    """What `apply_rope` multiplies by at `positions` (T,): two tables (T, 1, D) in float32.
+    """Factors for `apply_rope` at `positions` (T,): two tables (T, 1, D) in float32.
 
     For the D / 2 angles a of a position they hold (cos a, cos a) and (-sin a, sin a).
     """
@@ -122,45 +133,36 @@ class Attention(nn.Module):
         super().__init__()
         self.n_head, self.n_kv_head = config.n_head, config.n_kv_head
         self.head_dim, self.dropout = config.head_dim, config.dropout
-        self.cudnn = False
-        self.q_proj = Linear(config.n_embd, self.n_head * self.head_dim)
-        self.k_proj = Linear(config.n_embd, self.n_kv_head * self.head_dim)
-        self.v_proj = Linear(config.n_embd, self.n_kv_head * self.head_dim)
-        self.o_proj = Linear(self.n_head * self.head_dim, config.n_embd)
+        self.q_proj = nn.Linear(config.n_embd, self.n_head * self.head_dim, bias=False)
+        self.k_proj = nn.Linear(config.n_embd, self.n_kv_head * self.head_dim, bias=False)
+        self.v_proj = nn.Linear(config.n_embd, self.n_kv_head * self.head_dim, bias=False)
+        self.o_proj = nn.Linear(self.n_head * self.head_dim, config.n_embd, bias=False)
+        for layer in (self.q_proj, self.k_proj, self.v_proj):
+            layer.head_dim = self.head_dim  # Muon orthogonalises each head's rows separately
         self.qk_norm = config.qk_norm
         if self.qk_norm:
             self.q_norm = RMSNorm(self.head_dim, config.norm_eps)
             self.k_norm = RMSNorm(self.head_dim, config.norm_eps)
 
-    def forward(
-        self, x: Tensor, rope: tuple[Tensor, Tensor], cache: LayerCache | None = None
-    ) -> Tensor:
+    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], cache: Any = None) -> Tensor:
         B, T, _ = x.shape
-        q, k, v = side_by_side(x, self.q_proj, self.k_proj, self.v_proj)
-        q, k, v = (y.view(B, T, -1, self.head_dim) for y in (q, k, v))  # (B, T, H or K, D)
+        q = self.q_proj(x).view(B, T, self.n_head, self.head_dim)  # (B, T, H, D)
+        k = self.k_proj(x).view(B, T, self.n_kv_head, self.head_dim)  # (B, T, K, D)
+        v = self.v_proj(x).view(B, T, self.n_kv_head, self.head_dim)  # (B, T, K, D)
         if self.qk_norm:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = apply_rope(q, *rope), apply_rope(k, *rope)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, H or K, T, D)
-        y = self.attend(q, k, v) if cache is None else cache.attend(q, k, v)  # (B, H, T, D)
+        if cache is not None:  # sampling: attend to the earlier tokens too
+            y = cache.attend(q, k, v)  # (B, H, T, D)
+        else:
+            y = F.scaled_dot_product_attention(
+                q, k, v,
+                is_causal=True,
+                dropout_p=self.dropout if self.training else 0.0,
+                enable_gqa=self.n_kv_head != self.n_head,
+            )  # fmt: skip
         return self.o_proj(y.transpose(1, 2).reshape(B, T, self.n_head * self.head_dim))
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        dropout = self.dropout if self.training else 0.0
-        if self.cudnn:
-            # The operator itself, since code from torch.compile's cache ignores the context manager
-            # sdpa_kernel. It groups heads by itself. After v: attn_bias, compute_log_sumexp,
-            # dropout_p, is_causal.
-            attention = torch.ops.aten._scaled_dot_product_cudnn_attention
-            return attention(q, k, v, None, True, dropout, True)[0]
-        if q.device.type == "cpu" and q.dtype == torch.bfloat16 and q.shape[2] <= 512:
-            # in bfloat16 the CPU's kernel takes up to five times as long for contexts so short
-            with torch.autocast("cpu", enabled=False):
-                return self.attend(q.float(), k.float(), v.float()).type_as(v)
-        gqa = self.n_kv_head != self.n_head
-        return F.scaled_dot_product_attention(
-            q, k, v, is_causal=True, dropout_p=dropout, enable_gqa=gqa
-        )
 
 
 class MLP(nn.Module):
@@ -168,13 +170,11 @@ class MLP(nn.Module):
 
     def __init__(self, config: GPTConfig):
         super().__init__()
-        self.gate_proj = Linear(config.n_embd, config.n_hidden)
-        self.up_proj = Linear(config.n_embd, config.n_hidden)
-        self.down_proj = Linear(config.n_hidden, config.n_embd)
+        self.gate_proj = nn.Linear(config.n_embd, config.n_hidden, bias=False)
+        self.up_proj = nn.Linear(config.n_embd, config.n_hidden, bias=False)
+        self.down_proj = nn.Linear(config.n_hidden, config.n_embd, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.down_proj.in_float8:  # the same function in FP8: change both together
-            return float8_mlp(x, self.gate_proj, self.up_proj, self.down_proj)
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
@@ -187,69 +187,69 @@ class Block(nn.Module):
         self.mlp = MLP(config)
         self.dropout = nn.Dropout(config.dropout)
 
-    def forward(
-        self, x: Tensor, rope: tuple[Tensor, Tensor], cache: LayerCache | None = None
-    ) -> Tensor:
+    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], cache: Any = None) -> Tensor:
         x = x + self.dropout(self.attention(self.attention_norm(x), rope, cache))
         return x + self.dropout(self.mlp(self.mlp_norm(x)))
 
 
 class GPT(nn.Module):
+    """Build it under `with torch.device(...)`: the weights are drawn on that device."""
+
     def __init__(self, config: GPTConfig):
         super().__init__()
         self.config = config
-        # from_pretrained, since Embedding(...) would draw values here that init_weights draws again
-        embedding = torch.empty(config.vocab_size, config.n_embd)
-        self.token_embedding = Embedding.from_pretrained(embedding, freeze=False)
+        random_state = torch.get_rng_state()
+        self.token_embedding = nn.Embedding(config.vocab_size, config.n_embd)
         self.dropout = nn.Dropout(config.dropout)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layer))
         self.final_norm = RMSNorm(config.n_embd, config.norm_eps)
-        self.lm_head = Linear(config.n_embd, config.vocab_size)
+        self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
         if config.tied_embeddings:
             self.lm_head.weight = self.token_embedding.weight
-        if not embedding.is_meta:  # the meta device holds no values
-            self.init_weights()
         for name in ("rope_cos", "rope_sin"):
             self.register_buffer(name, torch.empty(0), persistent=False)
         self.compute_rope_tables()
+        # the layers drew values of their own: a seed's weights must not depend on how many
+        torch.set_rng_state(random_state)
+        self.init_weights()
+
+    def init_weights(self) -> None:
+        """Draw the matrices of linear layers and embeddings: normal, with GPT-2's standard
+        deviation of 0.02, and a smaller one for layers that add to the residual stream. Biases,
+        parameters of other kinds, and matrices that were set after their layer had been made keep
+        their values."""
+        into_residual = 0.02 / math.sqrt(2 * self.config.n_layer)
+        for name, layer in self.named_modules():
+            if not isinstance(layer, nn.Linear | nn.Embedding) or layer.weight.is_meta:
+                continue
+            if layer.weight._version != 1:  # written more often than by its layer, which drew it
+                continue
+            std = into_residual if name.endswith(("o_proj", "down_proj")) else 0.02
+            # a generator for each matrix, so that they do not depend on each other's sizes
+            seed = int(torch.randint(2**63 - 1, (), device="cpu"))
+            generator = torch.Generator(layer.weight.device).manual_seed(seed)
+            nn.init.normal_(layer.weight, std=std, generator=generator)
 
     def compute_rope_tables(self) -> None:
-        """The tables for every position; computed in the forward pass, they would be recomputed in
+        """The tables for every position. Computed in the forward pass, they would be recomputed in
         every layer's fused kernels, which makes those four times slower."""
         config = self.config
         positions = torch.arange(config.block_size, device=self.token_embedding.weight.device)
         self.rope_cos, self.rope_sin = rope_tables(positions, config.head_dim, config.rope_theta)
 
     def _apply(self, function, recurse=True):
-        """What `.to()` and `.cuda()` call; computes the tables anew: bfloat16 would round them."""
+        """`.to()` and `.cuda()` call this. Compute the tables again: bfloat16 would round them."""
         super()._apply(function, recurse)
         self.compute_rope_tables()
         return self
 
-    def init_weights(self) -> None:
-        """Normal with standard deviation 0.02, as GPT-2; what adds to the residual stream starts
-        smaller. Each matrix has a generator of its own, so that several are drawn at a time."""
-
-        def draw(name: str, weight: Tensor, seed: int) -> None:
-            into_residual = name.endswith(("o_proj.weight", "down_proj.weight"))
-            std = 0.02 / math.sqrt(2 * self.config.n_layer) if into_residual else 0.02
-            generator = torch.Generator(weight.device).manual_seed(seed)
-            nn.init.normal_(weight, std=std, generator=generator)
-
-        matrices = {name: p for name, p in self.named_parameters() if p.dim() == 2}
-        seeds = torch.randint(2**63 - 1, (len(matrices),), device="cpu").tolist()
-        with ThreadPoolExecutor() as pool:
-            list(pool.map(draw, matrices.keys(), matrices.values(), seeds))
-
-    def forward(
-        self, tokens: Tensor, targets: Tensor | None = None, cache: KVCache | None = None
-    ) -> Tensor:
-        """Loss if `targets` are given, else logits.
+    def forward(self, tokens: Tensor, targets: Tensor | None = None, cache: Any = None) -> Tensor:
+        """The loss if `targets` are given, else logits.
 
         Args:
             tokens: (B, T) int64, T at most block_size.
             targets: (B, T) int64; positions of -1 do not count.
-            cache: keys and values of the tokens before these, to which these are added.
+            cache: a KVCache (steady/generate.py) with the tokens before these; it takes these too.
 
         Returns the mean loss (scalar, float32), or logits (B, T, V); with a cache only the last
         position's, (B, 1, V).
@@ -257,39 +257,20 @@ class GPT(nn.Module):
         T = tokens.shape[1]
         positions = slice(T) if cache is None else cache.advance(T)
         rope = self.rope_cos[positions], self.rope_sin[positions]  # (T, 1, D) each
-        x = self.run_blocks(self.embed(tokens), rope, cache)
-        return self.head(x if cache is None else x[:, -1:], targets)
-
-    # Three parts, because compile_model in steady/compiling.py may compile each on its own.
-
-    def embed(self, tokens: Tensor) -> Tensor:
-        """Tokens (B, T) to the residual stream (B, T, C)."""
-        x = self.token_embedding(tokens)
+        x = self.token_embedding(tokens)  # (B, T, C)
         if compute_dtype(x) == torch.bfloat16:
             x = x.bfloat16()  # the residual stream too: half the memory traffic between matmuls
-        return self.dropout(x)
-
-    def run_blocks(
-        self, x: Tensor, rope: tuple[Tensor, Tensor], cache: KVCache | None = None
-    ) -> Tensor:
+        x = self.dropout(x)
         for i, block in enumerate(self.blocks):
-            x = block(x, rope, None if cache is None else cache.layer(i))
-        return x
-
-    def head(self, x: Tensor, targets: Tensor | None) -> Tensor:
+            x = block(x, rope, None if cache is None else cache.layer(i))  # (B, T, C)
         x = self.final_norm(x)
-        if targets is None:
-            return self.lm_head(x)
-        weight, sums = self.lm_head.weight, gradient_sums([self.lm_head])
-        return linear_cross_entropy(x.flatten(0, 1), weight, targets.flatten(), sums=sums)
-
-    def use_cudnn_attention(self, use: bool) -> None:
-        """Whether training and evaluation call cuDNN's attention; decide before compiling."""
-        for block in self.blocks:
-            block.attention.cudnn = use
+        if targets is not None:
+            x, head = x.flatten(0, 1), self.lm_head  # (B * T, C)
+            return linear_cross_entropy(x, head.weight, targets.flatten(), bias=head.bias)
+        return self.lm_head(x if cache is None else x[:, -1:])
 
     def num_params(self) -> int:
-        """Number of parameters, a tied embedding counted once."""
+        """Number of parameters. A tied embedding counts once."""
         return sum(p.numel() for p in self.parameters())
 
     def flops_per_token(self) -> int:
@@ -298,14 +279,8 @@ class GPT(nn.Module):
         As usual it leaves out embedding look-ups and takes attention as if it were not causal.
         """
         config = self.config
-        n = self.num_params() - (
-            0 if config.tied_embeddings else self.token_embedding.weight.numel()
-        )
+        n = self.num_params()
+        if not config.tied_embeddings:
+            n -= self.token_embedding.weight.numel()
         attention = config.n_layer * config.n_head * config.head_dim * config.block_size
         return 6 * n + 12 * attention
-
-    def summary(self, data_vocab: int) -> str:
-        """For the beginning of a run's log."""
-        size = self.config.vocab_size
-        padded = f", padded to {size}" if size > data_vocab else ""
-        return f"model {self.num_params():,} parameters, vocabulary {data_vocab}{padded}"

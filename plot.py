@@ -8,15 +8,19 @@ A run is a folder with metrics.jsonl, or a line of what dev/time_to_loss.py writ
 evaluations only.
 """
 
+import steady
+
+steady.start_script()
+
 import itertools
 import os
 import sys
 from pathlib import Path
 from typing import Any
 
-from steady.runlog import read_json_lines, read_metrics, training_clock
-
 from configurator import configure
+from steady import UserError
+from steady.runlog import read_json_lines, read_metrics, training_clock
 
 # the picture
 png = "runs.png"  # file to write
@@ -30,7 +34,7 @@ configure(globals(), positional="OUT_DIR")
 png += "" if Path(png).suffix else ".png"
 
 if not paths:
-    raise ValueError("which runs? python plot.py OUT_DIR [OUT_DIR ...]")
+    raise UserError("which runs? python plot.py OUT_DIR [OUT_DIR ...]")
 try:
     os.environ["MPLBACKEND"] = "Agg"
     import matplotlib
@@ -38,7 +42,7 @@ try:
     matplotlib.rcParams["text.parse_math"] = False  # a run's name may hold a dollar
     from matplotlib import pyplot
 except ImportError:
-    raise ValueError("plotting needs matplotlib: pip install matplotlib") from None
+    raise UserError("plotting needs matplotlib: pip install matplotlib") from None
 
 
 def read_runs(path: Path) -> list[dict[str, Any]]:
@@ -97,7 +101,7 @@ def unit(largest: float) -> tuple[float, str]:
 
 runs = [run for path in paths for run in read_runs(Path(path))]
 if not runs:
-    raise ValueError("nothing to draw: name folders of runs (train.py writes metrics.jsonl there)")
+    raise UserError("nothing to draw: name folders of runs (train.py writes metrics.jsonl there)")
 logs = any(run["steps"] for run in runs)  # learning rates and speeds are in log lines only
 ratios = (3, 1, 1) if logs else (1,)
 figure, axes = pyplot.subplots(
@@ -164,5 +168,5 @@ for panel in axes:
 try:
     figure.savefig(png, dpi=150)
 except ValueError as error:
-    raise ValueError(f"cannot write --png={png}: {error}") from None
+    raise UserError(f"cannot write --png={png}: {error}") from None
 print(f"wrote {png}")

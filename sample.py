@@ -7,19 +7,22 @@ A config file of a training run says where its checkpoint is; of the rest only `
 `dtype` count here.
 """
 
+import steady
+
+steady.start_script()  # before torch is imported
+
 import math
 import sys
 import time
 from pathlib import Path
 
-from steady import checkpoint, hardware
-from steady.generate import generate, require_room
-from steady.tokenizer import from_meta
-
 import torch
 
 from configurator import configure
 from model import GPT, GPTConfig
+from steady import UserError, checkpoint, hardware
+from steady.generate import generate, require_room
+from steady.tokenizer import from_meta
 
 # what to sample from
 out_dir = "out"  # folder of the checkpoint
@@ -54,13 +57,13 @@ if start.startswith("FILE:"):
     try:
         start = Path(start.removeprefix("FILE:")).read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"cannot read --start={start}: {error}") from None
+        raise UserError(f"cannot read --start={start}: {error}") from None
 if any("\ud800" <= character <= "\udfff" for character in start):  # from a shell, say
-    raise ValueError(f"--start={start!r} is not UTF-8")
+    raise UserError(f"--start={start!r} is not UTF-8")
 prompt = tokenizer.encode(start)
 if not prompt:
     if tokenizer.end_of_text is None:
-        raise ValueError("--start is empty: give the model at least one character to go on from")
+        raise UserError("--start is empty: give the model at least one character to go on from")
     prompt = [tokenizer.end_of_text]
 require_room(model.config, num_samples, len(prompt), max_new_tokens, dtype, device)
 tokens = torch.tensor([prompt] * num_samples, device=device)

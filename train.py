@@ -9,25 +9,28 @@ The settings below are nanoGPT's for GPT-2 (124M); a config file and `--key=valu
 Ctrl-C, SIGTERM or a lost terminal finishes the step, saves, and says how to go on.
 """
 
-import gc
+import steady
+
+steady.start_script()  # before torch is imported: CUDA's allocator, Ctrl-C, closed streams
+
 import time
-from functools import partial
+from collections.abc import Iterable
+from itertools import islice, takewhile
 from pathlib import Path
 
-from steady import checkpoint, compiling, distributed, folder, hardware, memory, optim, recompute
-from steady.dataloader import DataLoader, DataSet, TokenFile, eval_batches
-from steady.float8 import require_float8, use_float8
-from steady.generate import sample_while_training
-from steady.profiler import Profiler
-from steady.runlog import RunLog
-from steady.stop import Rescue, StopRequest, stopped
-from steady.tokenizer import from_meta
-
-import torch  # after steady, which sets the allocator's variable
+import torch
 
 import convert
-from configurator import configure, without_auto
+from configurator import configure
 from model import GPT, GPTConfig
+from steady import checkpoint, compiling, distributed, folder, hardware, memory, optim
+from steady.dataloader import DataLoader, DataSet, eval_batches
+from steady.float8 import use_float8
+from steady.generate import sample_while_training
+from steady.profiler import Profiler
+from steady.recompute import use_activation_checkpointing
+from steady.runlog import RunLog
+from steady.stop import Saving, StopRequest, stopped
 
 # output and evaluation
 out_dir = "out"  # folder of the checkpoints and metrics.jsonl
@@ -43,7 +46,7 @@ wandb_project = "owt"  # Weights & Biases: the project
 wandb_run_name = "gpt2"  # Weights & Biases: the run
 # data
 dataset = "openwebtext"  # a folder in data/, or a path
-batch_size: int | str = 12  # sequences in a micro-batch; auto: as many as fit, same global batch
+batch_size = 12  # sequences in a micro-batch; split further if they do not fit, same global batch
 gradient_accumulation_steps = 40  # micro-batches in an iteration, all processes counted together
 block_size = 1024  # tokens in a sequence
 seed = 1337  # of the initial weights, the data order and dropout
@@ -78,252 +81,234 @@ device = "auto"  # auto, cpu, cuda, cuda:N, mps
 dtype = "auto"  # auto, float32, bfloat16, float16: what matrix products are computed in
 compile = True  # torch.compile the model; falls back with a line that says why
 compile_mode = "default"  # default, reduce-overhead, max-autotune, max-autotune-no-cudagraphs
-fp8 = False  # the blocks' products in FP8: NVIDIA Ada and newer, n_embd of 768 or more
+fp8 = False  # the blocks' products in FP8: NVIDIA Ada and newer; faster from n_embd=768 on
 activation_checkpointing = "none"  # recompute for memory: none, selective (not attention), block
 parallel = "ddp"  # several processes: ddp, or fsdp to divide a model too large for one GPU
 backend = "auto"  # between processes: auto, nccl, gloo
 profile = False  # write out_dir/trace.json of a few steps
-memory_snapshot = False  # write out_dir/memory.pickle, the GPU memory's history in a few steps
 
 config = configure(globals())
-auto_batch = batch_size == "auto"
-if auto_batch:  # changes only the split: the global batch is that of config file and defaults
-    batch_size = config["batch_size"] = without_auto(__file__, "batch_size")
 
 # -----------------------------------------------------------------------------
-# this process, its device and dtype (objects from here on), and how the model is compiled
-here = distributed.this_process(parallel)
+# this process: rank, device, dtype, and what is compiled
+process = distributed.this_process(parallel, device, dtype, n_embd)
+plan = compiling.plan(compile, compile_mode, process.device)
+distributed.start(process, config, plan.cuda_graphs)
 out_path = Path(out_dir)
 ckpt_path, best_path = out_path / "ckpt.pt", out_path / "best.pt"
-if here.restarted and checkpoint.is_of_this_launch(ckpt_path):
-    init_from = config["init_from"] = "resume"  # torchrun starts all anew after one has died
-device = hardware.choose_device(device, here.local_rank if here.world_size > 1 else None)
-dtype = hardware.choose_dtype(dtype, device, n_embd if here.world_size == 1 else 0)
-hardware.require_cuda(device, memory_snapshot=memory_snapshot)
-plan = compiling.plan(compile, compile_mode, device)
-distributed.check(here, batch_size, gradient_accumulation_steps, dtype, plan.cuda_graphs)
-distributed.start(here, device, backend, config)
 if not eval_only or wandb_log:  # this run writes to out_dir: lock it
-    distributed.first_does(here, partial(folder.claim, out_path))
-autocast = hardware.autocast(device, dtype)
+    distributed.on_rank0_first(process, lambda: folder.claim(out_path))
+autocast = process.autocast()
 torch.manual_seed(seed)  # the same in every process: initial weights are not exchanged
 
 # -----------------------------------------------------------------------------
 # data and model: three ways to start
 data = DataSet(dataset, vocab_size)
 asked = GPTConfig.from_settings(config, data.padded_vocab_size)
-if init_from == "scratch":
+config["init_from"] = checkpoint.begin_from(init_from, ckpt_path, process)
+if config["init_from"] == "scratch":
     start = checkpoint.Start(asked.settings())
-elif init_from == "resume":
-    start = checkpoint.resume(ckpt_path, asked, data, config, dtype)
+elif config["init_from"] == "resume":  # asked for, or torchrun has restarted this launch
+    start = checkpoint.resume(ckpt_path, asked, data, config, process)
 else:
     start = convert.start_from(init_from, data, block_size, dropout)
 model_config = GPTConfig(**start.model_config)
 config |= {key: size for key, size in start.model_config.items() if key in config}  # as loaded
 train_file, val_file = data.open(block_size, model_config.vocab_size)
-tokenizer = from_meta(data.tokenizer) if sample_interval else None
 
-# the global batch and that of evaluations, fixed however they are split
-sequences_per_iter = batch_size * gradient_accumulation_steps
-sequences_per_process = sequences_per_iter // here.world_size
-eval_sequences = eval_iters * batch_size
-step_shape = memory.StepShape(model_config, sequences_per_process, dtype, plan, here,
-                              optimizer == "muon", fp8, eval_only, eval_sequences)  # fmt: skip
-require_float8(step_shape, device)
-memory.require_room(step_shape, device, auto_batch)
-hardware.prepare(device, dtype, model_config.n_embd, block_size)
-raw_model = GPT(model_config).requires_grad_(not eval_only)  # what is saved, sampled, counted
-if start.weights is not None:
-    checkpoint.load_weights(raw_model, start.weights, ckpt_path)
-raw_model.use_cudnn_attention(hardware.cudnn_attention(device, dtype, model_config.head_dim))
-distributed.move_to_device(raw_model, here, device, dtype)
+memory.require_room(config, process)
+hardware.prepare(process.device, process.dtype, model_config.n_embd, block_size)
+with process.device:  # weights are created and drawn where they are used
+    raw_model = GPT(model_config)  # what is saved, sampled from and counted
+start.load_weights(raw_model)
+if eval_only:
+    raw_model.requires_grad_(False)
+elif fp8:
+    use_float8(raw_model, process)
+distributed.shard(raw_model, process)  # parallel=fsdp
 
 # -----------------------------------------------------------------------------
-# optimizer: from here on the object, no longer the setting
-gradients = optim.Gradients(raw_model, summed=here.sums_gradients)
-optimizer = optim.build_optimizer(raw_model, config, plan.compiled, dtype)
-scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
-if start.optimizer is not None and not eval_only:
-    checkpoint.load_optimizer(optimizer, scaler, start, ckpt_path)
-if step_shape.in_float8:
-    use_float8(raw_model, optimizer, plan)
+# optimizer; any of torch's can take its place: opt = torch.optim.SGD(raw_model.parameters())
+opt = optim.build_optimizer(raw_model, config, plan.compiled, process.dtype)
+scaler = torch.amp.GradScaler(process.device.type, enabled=process.dtype == torch.float16)
+if not eval_only:
+    start.load_optimizer(opt, scaler)
+parameters = [p for p in raw_model.parameters() if p.requires_grad]
+static_gradients = optim.StaticGradients(parameters, plan.cuda_graphs)
+
+# the global batch and that of evaluations, fixed however they are split into micro-batches
+sequences_per_iter = batch_size * gradient_accumulation_steps
+eval_sequences = eval_iters * batch_size
 iter_num, best_val_loss = start.iter_num, start.best_val_loss
-pretrained_dtype = start.pretrained_dtype  # for convert.py
 # where to go on in the data, even if the global batch was another before a resume
 data_offset = start.sequences - iter_num * sequences_per_iter
-if here.master and not eval_only:
-    folder.set_aside(out_path, start.outdated)
+if process.master and not eval_only:
+    folder.archive_previous_run(out_path, start.outdated)
+pretrained_dtype = start.pretrained_dtype  # for convert.py
 del start  # the checkpoint's tensors
 
-log = RunLog(out_path, config, iter_num, quiet=not here.master)
-log.line(compiling.summary(device, dtype, plan, here, step_shape.in_float8))
-log.line(raw_model.summary(data.vocab_size))
+log = RunLog(out_path, config, iter_num, quiet=not process.master)
+log.line(plan.summary(process, fp8 and not eval_only))
+log.line(f"model {raw_model.num_params():,} parameters, vocabulary {data.vocab_size} "
+         f"({model_config.vocab_size} with padding)")  # fmt: skip
 log.line(data.summary(sequences_per_iter * block_size))
 log.settings(config, __file__)
 
 
 # -----------------------------------------------------------------------------
 # what the loop is made of
-def micro_step(model: torch.nn.Module, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Forward and backward of one micro-batch; returns its share of the iteration's mean loss."""
-    if plan.cuda_graphs:
-        torch.compiler.cudagraph_mark_step_begin()  # the last output may be overwritten now
-    with autocast:
-        micro_loss = model(tokens, targets) / gradient_accumulation_steps
-    scaler.scale(micro_loss).backward()
-    return micro_loss.detach()
+def forward_backward(model: torch.nn.Module, micro_batches: Iterable) -> torch.Tensor:
+    """Add up the gradients of an iteration's mean loss over `micro_batches`, (tokens, targets) each
+    of shape (batch, block_size); returns their share of that loss (scalar)."""
+    loss = torch.zeros((), device=process.device)  # not an output of a CUDA graph: those change
+    for tokens, targets in micro_batches:
+        if plan.cuda_graphs:
+            torch.compiler.cudagraph_mark_step_begin()  # the last output may be overwritten now
+        with autocast:
+            micro_loss = model(tokens, targets) * (len(tokens) / sequences_per_iter)
+        scaler.scale(micro_loss).backward()
+        static_gradients.keep()
+        loss += micro_loss.detach()
+    return loss
 
 
 @torch.no_grad()
-def evaluate(file: TokenFile) -> float:
-    """Mean loss over the fixed windows of `file`, through the same (compiled) model as training."""
+def evaluate(model: torch.nn.Module, batches: Iterable) -> torch.Tensor:
+    """This process's share of the mean loss over `batches`, (tokens, targets, share) each (scalar).
+    The (compiled) model is the same as in training."""
+    total = torch.zeros((), device=process.device)
     model.eval()
-    total = torch.zeros((), device=device)
-    for tokens, targets, share in eval_batches(file, batch_size, eval_sequences, device, here):
-        if stop_request.asked():
-            break  # the loop below asks too, and does without this loss
+    for tokens, targets, share in batches:
         with autocast:
             total += share * model(tokens, targets)
     model.train()
-    distributed.all_reduce_sum(total)
-    return total.item()
+    return total
 
 
-def try_step(size: int, checkpointing: str) -> torch.nn.Module:
-    """Forward, backward and evaluation, to see if they fit; returns the model that ran."""
-    recompute.use_activation_checkpointing(raw_model, checkpointing)
-    gradients.keep(step_shape.adds_gradients_in_place(size))
-    candidate = compiling.compile_model(raw_model, plan, here.shards_model, checkpointing)
-    tokens = torch.zeros(size, block_size, dtype=torch.int64, device=device)
+def trial(micro_batch_size: int, checkpointing: str) -> torch.nn.Module:
+    """A step and an evaluation, to see if they fit into memory; returns the model that ran."""
+    use_activation_checkpointing(raw_model, checkpointing)
+    model = compiling.compile_model(raw_model, plan, process.shards_model, checkpointing)
+    tokens = torch.zeros(micro_batch_size, block_size, dtype=torch.int64, device=process.device)
     targets = torch.zeros_like(tokens)  # given one tensor twice, torch compiles other code
-    # CUDA graphs warm up, record and replay; otherwise a second run has gradients to add to.
-    runs = 3 if plan.cuda_graphs else min(2, sequences_per_process // size)
+    buffers = [buffer.clone() for buffer in raw_model.buffers()]
+    micro_steps = sequences_per_iter // process.world_size // micro_batch_size
+    # CUDA graphs warm up, record and replay; otherwise a second run has gradients to add to
+    runs = 0 if eval_only else 3 if plan.cuda_graphs else min(2, micro_steps)
     try:
-        for _ in range(0 if eval_only else runs):
-            micro_step(candidate, tokens, targets)
-        gradients.flatten()  # where processes sum them, this copy must fit too
+        forward_backward(model, [(tokens, targets)] * runs)
         if eval_interval or eval_only:
-            with torch.no_grad(), autocast:
-                candidate.eval()(tokens, targets)
+            evaluate(model, [(tokens, targets, 1.0)])
     finally:
-        candidate.train()
-        gradients.clear()
-    return candidate
+        opt.zero_grad(set_to_none=not plan.cuda_graphs)
+        for buffer, before in zip(raw_model.buffers(), buffers, strict=True):
+            buffer.copy_(before)
+    return model
 
 
-def weights(best: float) -> dict:
+def weights() -> dict:
     """The content of best.pt: all that sampling and converting need."""
     return {
-        "model": raw_model.state_dict(), "model_config": model_config.settings(), "config": config,
+        "model": raw_model, "model_config": model_config.settings(), "config": config,
         "tokenizer": data.tokenizer, "pretrained_dtype": pretrained_dtype, "iter_num": iter_num,
-        "best_val_loss": best,
+        "best_val_loss": best_val_loss,
     }  # fmt: skip
 
 
 def training_state() -> dict:
     """The content of ckpt.pt: all that is needed to go on bit for bit."""
-    return weights(best_val_loss) | {
-        "optimizer": optimizer.state_dict(), "scaler": scaler.state_dict(),
-        "sequences": loader.position(iter_num), "data_ids": data.ids, "dtype": str(dtype),
+    return weights() | {
+        "optimizer": opt, "scaler": scaler, "sequences": loader.position(iter_num),
+        "data_ids": data.ids, "dtype": str(process.dtype),
     }  # fmt: skip
 
 
-try_save = partial(checkpoint.try_save, here=here, say=log.line)
-profiler = Profiler(out_path, here.master, profile, memory_snapshot, max_iters - iter_num, log.line)
-stop_request = StopRequest(alone=here.world_size == 1, announce=here.master, saves=not eval_only)
+def save(path: Path, content: dict, overwrite: bool = True) -> bool:
+    """Save `content`; whether that worked. A save that fails prints a warning."""
+    saved = checkpoint.try_save(path, content, process, log.line, overwrite=overwrite)
+    log.restart_clock(iter_num)  # saving is not training time
+    return saved
+
+
+stop_request = StopRequest(process, saves=not eval_only)
+trace = Profiler(out_path, profile and process.master, max_iters - iter_num, log.line)
 
 # -----------------------------------------------------------------------------
 # find out whether a step fits into memory; if not, split it further: the same loss curve
-wanted = memory.Split(batch_size, activation_checkpointing)
-fit = memory.fit(try_step, step_shape, wanted, device, auto_batch)
-model, batch_size = fit.model, fit.split.batch_size  # what evaluate and the loop use
-gradient_accumulation_steps = sequences_per_iter // batch_size
-log.line(fit.report(step_shape))
-loader = DataLoader(train_file, batch_size, gradient_accumulation_steps, seed, device, here,
-                    data_offset)  # fmt: skip
+fit = memory.fit(trial, config, process, plan)
+model = fit.model  # compiled: evaluations and steps use it
+if fit.report:
+    log.line(fit.report)
+micro_steps = sequences_per_iter // fit.batch_size // process.world_size  # of this process
+loader = DataLoader(train_file, fit.batch_size, sequences_per_iter // fit.batch_size, seed,
+                    process, data_offset)  # fmt: skip
+micro_batches = loader.micro_batches(iter_num)
 
 # -----------------------------------------------------------------------------
-# training loop
-gc.collect()
-gc.freeze()  # set-up left many objects; to look through them for garbage would stall a step
-limits = hardware.limits(device, dtype, here.world_size)
-log.start_clock(iter_num, sequences_per_iter * block_size, raw_model.flops_per_token(), limits)
-micro_batches = loader.micro_batches(iter_num)
-tokens, targets = next(micro_batches)
-loss = torch.zeros((), device=device)  # our own tensor: a CUDA graph's output would be overwritten
-stopping, saved_iter = stop_request.asked(), (iter_num if init_from == "resume" else None)
-rescue = Rescue(ckpt_path, training_state, step_shape, fit.split, log.line)  # saves at an error
-while not stopping:
-    # ---- learning rate ------------------------------------------------------
-    lr = optim.set_schedule(optimizer, iter_num, config)
+# training loop; whatever ends it, the state is saved
+log.start_clock(iter_num, sequences_per_iter * block_size, raw_model.flops_per_token(), process)
+skipped = torch.zeros((), device=process.device)  # steps in a row whose gradients are not finite
+stopping = stop_request.stop_requested()
+with Saving(ckpt_path, training_state, process, not eval_only, fit.flags_for_less, log.line) as run:
+    while not stopping:
+        # ---- learning rate ----------------------------------------------------
+        lr = optim.set_schedule(opt, iter_num, config)
 
-    # ---- evaluate and save --------------------------------------------------
-    finished = iter_num >= max_iters
-    if eval_only or (eval_interval > 0 and (iter_num % eval_interval == 0 or finished)):
-        began = time.perf_counter()
-        losses = {"train_loss": evaluate(train_file), "val_loss": evaluate(val_file)}
-        rescue.require_finite(losses, iter_num)
-        if stopping := stop_request.asked():
-            break  # the run that goes on evaluates again
-        better = iter_num > 0 and not eval_only and losses["val_loss"] < best_val_loss
-        log.evaluation({"iter": iter_num} | losses, time.perf_counter() - began, better)
-        if eval_only:
+        # ---- evaluate and save ------------------------------------------------
+        finished = iter_num >= max_iters
+        if eval_only or (eval_interval > 0 and (iter_num % eval_interval == 0 or finished)):
+            began, losses = time.perf_counter(), {}
+            for name, file in (("train_loss", train_file), ("val_loss", val_file)):
+                batches = eval_batches(file, fit.batch_size, eval_sequences, process)
+                batches = takewhile(lambda _: not stop_request.stop_requested(), batches)
+                losses[name] = distributed.all_reduce_sum(evaluate(model, batches)).item()
+            run.require_finite(losses, iter_num)
+            if stopping := stop_request.stop_requested():
+                break  # these losses are incomplete: the run that goes on evaluates again
+            better = iter_num > 0 and not eval_only and losses["val_loss"] < best_val_loss
+            log.evaluation({"iter": iter_num} | losses, time.perf_counter() - began, better)
+            if better and save(best_path, weights() | {"best_val_loss": losses["val_loss"]}):
+                best_val_loss = losses["val_loss"]
+            if iter_num > 0 and not eval_only and (better or always_save_checkpoint):
+                save(ckpt_path, training_state())
+            log.restart_clock(iter_num)  # evaluation is not training time
+        if always_save_checkpoint and 0 < iter_num == optim.decay_start(config):
+            save(out_path / "before_decay.pt", training_state(), overwrite=False)
+        if sample_interval and iter_num > 0 and iter_num % sample_interval == 0:
+            log.sample(iter_num, sample_while_training(raw_model, data, val_file, autocast, seed))
+        if finished or eval_only:
             break
-        if better and try_save(best_path, weights(losses["val_loss"])):
-            best_val_loss = losses["val_loss"]
-        if iter_num > 0 and (better or always_save_checkpoint):
-            saved_iter = iter_num if try_save(ckpt_path, training_state()) else None
-        log.restart_clock(iter_num)  # evaluation is not training time
-    if iter_num > 0 and iter_num == optim.decay_start(config) and always_save_checkpoint:
-        try_save(out_path / "before_decay.pt", training_state(), overwrite=False)  # to prolong it
-        log.restart_clock(iter_num)
-    if sample_interval and iter_num % sample_interval == 0 and iter_num > 0:
-        with autocast:
-            text = sample_while_training(raw_model, val_file.beginning(8), tokenizer, seed)
-        log.line(f"iter {iter_num:6d} | sample: {text!r}")
-        log.restart_clock(iter_num)
-    if finished:
-        break
 
-    # ---- micro-steps --------------------------------------------------------
-    torch.manual_seed(hash((seed, iter_num, here.rank)))  # so dropout is the same after a resume
-    loss.zero_()
-    for _ in range(gradient_accumulation_steps // here.world_size):
-        loss += micro_step(model, tokens, targets)
-        tokens, targets = next(micro_batches)  # while the device computes this one
+        # ---- forward and backward ---------------------------------------------
+        torch.manual_seed(hash((seed, iter_num, process.rank)))  # dropout is the same on a resume
+        loss = forward_backward(model, islice(micro_batches, micro_steps))
+        distributed.sum_gradients(process, parameters, in_place=plan.cuda_graphs)
 
-    # ---- clip and step ------------------------------------------------------
-    gradients.sum_over_processes()
-    scaler.unscale_(optimizer)
-    grad_norm = optim.clip_in_step(optimizer, grad_clip)
-    stopping = stop_request.asked()
-    log_due = stopping or iter_num % log_interval == 0 or iter_num + 1 == max_iters
-    if log_due:  # copied now, so that reading waits for backward, but not for the optimizer
-        distributed.all_reduce_sum(loss)
-        read_numbers = hardware.read_later(loss, grad_norm, optimizer.skipped)
-    rescue.whole = False  # weights and iteration do not match until iter_num is raised below
-    scaler.step(optimizer)
-    scaler.update()
-    gradients.clear()
+        # ---- clip and step ----------------------------------------------------
+        scaler.unscale_(opt)
+        grad_norm = optim.clip_gradients(opt, grad_clip)
+        skipped = (skipped + 1) * ~grad_norm.isfinite()
+        stopping = stop_request.stop_requested()
+        log_due = stopping or iter_num % log_interval == 0 or iter_num + 1 == max_iters
+        if log_due:  # copied now, so that reading waits for backward, but not for the optimizer
+            distributed.all_reduce_sum(loss)
+            numbers = hardware.to_host_async(loss, grad_norm, skipped)
+        scaler.step(opt)
+        scaler.update()
+        opt.zero_grad(set_to_none=not plan.cuda_graphs)
+        iter_num += 1
 
-    # ---- log ----------------------------------------------------------------
-    if log_due:
-        loss_now, norm_now, skipped = read_numbers()  # waits for the device
-        log.step(iter_num, loss_now, lr, norm_now, hardware.peak_memory_gib(device))
-        rescue.require_finite({"loss": loss_now}, iter_num, skipped)
-    iter_num, rescue.whole = iter_num + 1, True
-    log.progress(iter_num)
-    profiler.step()
+        # ---- log --------------------------------------------------------------
+        if log_due:
+            loss_now, norm_now, skipped_now = numbers()  # waits for the device
+            log.step(iter_num - 1, loss_now, lr, norm_now)
+            run.require_finite({"loss": loss_now}, iter_num - 1, skipped_now)
+        log.progress(iter_num)
+        trace.step()
 
 # -----------------------------------------------------------------------------
 # the end
-saved = eval_only or saved_iter == iter_num or try_save(ckpt_path, training_state(), last=True)
 log.close()
-distributed.stop()
-if not saved:
-    raise SystemExit(f"error: could not save the checkpoint of iteration {iter_num}")
-if not here.master:
-    distributed.leave()
 if stopping:
     print(stopped(iter_num, ckpt_path))
 elif not eval_only:

@@ -5,6 +5,8 @@ import urllib.error
 import urllib.request
 from pathlib import Path
 
+from steady import UserError
+
 URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
 SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
 
@@ -15,16 +17,16 @@ def tiny_shakespeare(local: str = "") -> str:
         try:
             return Path(local).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            raise ValueError(f"cannot read --input={local}: {error}") from None
+            raise UserError(f"cannot read --input={local}: {error}") from None
     try:
         with urllib.request.urlopen(URL, timeout=30) as response:
             content = response.read()
     except (urllib.error.URLError, OSError) as error:
-        raise ValueError(
+        raise UserError(
             f"cannot download {URL} ({getattr(error, 'reason', error)}); "
             "get the file some other way and pass --input=FILE"
         ) from None
     found = hashlib.sha256(content).hexdigest()
     if found != SHA256:
-        raise ValueError(f"{URL} has checksum {found}, expected {SHA256}")
+        raise UserError(f"{URL} has checksum {found}, expected {SHA256}")
     return content.decode("utf-8")

@@ -12,15 +12,18 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from steady import hardware
-from steady.dataloader import DataLoader, DataSet, eval_batches
-from steady.runlog import RunLog
+import steady
+
+steady.start_script()
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from configurator import configure
+from steady import distributed, hardware
+from steady.dataloader import DataLoader, DataSet, eval_batches
+from steady.runlog import RunLog
 
 # data and output
 out_dir = "out-baseline"  # folder of metrics.jsonl
@@ -91,9 +94,9 @@ class PlainGPT(nn.Module):
 
 @torch.no_grad()
 def evaluate() -> float:
-    total = torch.zeros((), device=device)
+    total = torch.zeros((), device=process.device)
     n_sequences = eval_iters * batch_size  # whole batches, as F.cross_entropy needs here
-    for tokens, targets, share in eval_batches(val_file, batch_size, n_sequences, device):
+    for tokens, targets, share in eval_batches(val_file, batch_size, n_sequences, process):
         with autocast:
             total += share * model(tokens, targets)
     return total.item()
@@ -106,14 +109,14 @@ def learning_rate_at(step: int) -> float:
     return learning_rate * (0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * share)))
 
 
-device = hardware.choose_device(device)
-autocast = hardware.autocast(device, hardware.choose_dtype("auto", device))
+process = distributed.this_process(device=device, dtype="auto")
+autocast = process.autocast()
 torch.set_float32_matmul_precision("high")
 torch.manual_seed(seed)
 data = DataSet(dataset)
 train_file, val_file = data.open(block_size, data.padded_vocab_size)
-loader = DataLoader(train_file, batch_size, gradient_accumulation_steps, seed, device)
-raw_model = PlainGPT(data.padded_vocab_size).to(device)
+loader = DataLoader(train_file, batch_size, gradient_accumulation_steps, seed, process)
+raw_model = PlainGPT(data.padded_vocab_size).to(process.device)
 model = torch.compile(raw_model) if compile else raw_model
 parameters = list(model.parameters())
 groups = [
@@ -125,14 +128,12 @@ optimizer = torch.optim.AdamW(groups, lr=learning_rate, betas=(0.9, 0.95), fused
 Path(out_dir).mkdir(parents=True, exist_ok=True)
 log = RunLog(Path(out_dir), config | {"eval_only": False, "wandb_log": False}, 0)
 log.line(f"plain GPT-2, {sum(p.numel() for p in parameters):,} parameters")
-log.start_clock(
-    0, batch_size * gradient_accumulation_steps * block_size, 0, hardware.Limits(None, None)
-)
+log.start_clock(0, batch_size * gradient_accumulation_steps * block_size, 0, process)
 micro_batches = loader.micro_batches(0)
 tokens, targets = next(micro_batches)
 for step in range(max_iters + 1):
     if step % eval_interval == 0 or step == max_iters:
-        if device.type == "cuda":
+        if process.device.type == "cuda":
             torch.cuda.synchronize()
         log.write({"iter": step, "val_loss": evaluate()})
         log.restart_clock(step)
@@ -140,7 +141,7 @@ for step in range(max_iters + 1):
         break
     for group in optimizer.param_groups:
         group["lr"] = learning_rate_at(step)
-    total = torch.zeros((), device=device)
+    total = torch.zeros((), device=process.device)
     for _ in range(gradient_accumulation_steps):
         with autocast:
             loss = model(tokens, targets) / gradient_accumulation_steps
@@ -148,9 +149,9 @@ for step in range(max_iters + 1):
         total += loss.detach()
         tokens, targets = next(micro_batches)
     norm = nn.utils.clip_grad_norm_(parameters, 1.0)
-    read_numbers = hardware.read_later(total, norm)  # as train.py: the device never waits for us
+    read_numbers = hardware.to_host_async(total, norm)  # as train.py: the device never waits for us
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     loss_now, norm_now = read_numbers()
-    log.step(step, loss_now, learning_rate_at(step), norm_now, hardware.peak_memory_gib(device))
+    log.step(step, loss_now, learning_rate_at(step), norm_now)
 log.close()

@@ -16,8 +16,9 @@ import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from steady import compiling, hardware
-from steady.optim import build_optimizer, clip_in_step
+import steady
+
+steady.start_script()
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +26,8 @@ from torch.nn import functional as F
 
 from configurator import read_settings, resolve
 from model import GPT, GPTConfig
+from steady import compiling, hardware
+from steady.optim import build_optimizer, clip_gradients
 
 ROOT = Path(__file__).parents[1]
 PLAIN_ENOUGH = ["--optimizer=adamw", "--qk_norm=False", "--n_head=4", "--learning_rate=1e-3"]
@@ -84,7 +87,7 @@ def step(
         loss = model(*torch.randint(VOCAB, (2, BATCH, BLOCK)))
     loss.backward()
     if ours:
-        clip_in_step(optimizer, config["grad_clip"])
+        clip_gradients(optimizer, config["grad_clip"])
     else:
         torch.nn.utils.clip_grad_norm_(model.parameters(), config["grad_clip"])
     optimizer.step()
@@ -111,7 +114,7 @@ betas = config["beta1"], config["beta2"]
 own_adamw = torch.optim.AdamW(plain.parameters(), lr=rate, betas=betas, weight_decay=decay)
 compiled = copy.deepcopy(ours)
 with_compiler = compiling.plan(True, "default", CPU)
-compiling.compile_model(compiled, with_compiler, sharded=False, checkpointing="none")
+compiling.compile_model(compiled, with_compiler)
 fused = [build_optimizer(model, config) for model in (ours, plain, compiled)]
 chosen = hardware.choose_dtype("auto", CPU, WIDTH)
 variants = {  # and what each is set up for

@@ -35,10 +35,9 @@ from collections import Counter
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from steady import checkpoint
-from steady.prepare import split_text, write_dataset
-from steady.runlog import read_metrics
-from steady.tokenizer import CharTokenizer
+import steady
+
+steady.start_script()
 
 import matplotlib.pyplot
 import torch
@@ -47,6 +46,10 @@ import torch.distributed.fsdp
 
 import convert  # noqa: F401
 from configurator import configure, parse, read_settings
+from steady import checkpoint
+from steady.prepare import split_text, write_dataset
+from steady.runlog import read_metrics
+from steady.tokenizer import CharTokenizer
 
 # how often
 kills = 24  # runs killed by SIGKILL

@@ -18,9 +18,12 @@ import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from steady.runlog import read_metrics
+import steady
+
+steady.start_script()
 
 from configurator import configure
+from steady.runlog import read_metrics
 
 data = ""  # folder of a data set
 processes = 4  # the most that train together; fewer are 1, 2, 4, ...

@@ -21,7 +21,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+import steady
+
+steady.start_script()
+
 from configurator import configure
+from steady import UserError
 
 ROOT = Path(__file__).parents[1]
 
@@ -78,19 +83,19 @@ def copy_checkout(folder: Path) -> None:
 
 
 def switch_off(fix: Fix, folder: Path) -> None:
-    """Raises ValueError where the text to replace is not there once."""
+    """Raises UserError where the text to replace is not there once."""
     for name, old, new in fix.edits:
         path = folder / name
         text = path.read_text(encoding="utf-8")
         if text.count(old) != 1:
-            raise ValueError(f"found {text.count(old)} times in {name}: {old}")
+            raise UserError(f"found {text.count(old)} times in {name}: {old}")
         text = text.replace(old, new)
         ast.parse(text)  # a test that fails since nothing can be imported would prove nothing
         path.write_text(text, encoding="utf-8")
 
 
 def first_failure(fix: Fix) -> str:
-    """The first test that fails, with its reason; "" if none does. Raises ValueError where none
+    """The first test that fails, with its reason; "" if none does. Raises UserError where none
     was run."""
     with tempfile.TemporaryDirectory() as name:
         copy_checkout(Path(name))
@@ -106,7 +111,7 @@ def first_failure(fix: Fix) -> str:
         if done.returncode == 1 and line.startswith(("FAILED ", "ERROR ")):
             return line.partition(" ")[2]
     if done.returncode or " passed" not in lines[-1]:
-        raise ValueError(f"no test ran: {' '.join(lines[-1:]) or done.stderr[-300:]}")
+        raise UserError(f"no test ran: {' '.join(lines[-1:]) or done.stderr[-300:]}")
     return ""
 
 
@@ -128,7 +133,7 @@ if __name__ == "__main__":
     fixes = [fix for fix in read_fixes(ROOT / "dev" / "switch_off.txt")
              if fix.needs_gpu is gpu and (not wanted or fix.row in wanted)]  # fmt: skip
     if not fixes:
-        raise ValueError(f"rows={rows} with gpu={gpu}: there are none")
+        raise UserError(f"rows={rows} with gpu={gpu}: there are none")
     print("| | switched off | test that failed |\n|---|---|---|", flush=True)
     as_wanted = []
     with ThreadPoolExecutor(jobs) as pool:

@@ -32,12 +32,16 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from steady.runlog import read_json_lines, read_metrics, training_clock
-from steady.stop import on_signals
+import steady
+
+steady.start_script()
 
 import torch
 
 from configurator import configure, read_settings, resolve
+from steady import UserError
+from steady.runlog import read_json_lines, read_metrics, training_clock
+from steady.stop import on_signals
 
 # what is compared
 data = ""  # folder with train.bin (or train.bin.xz), val.bin and meta.json
@@ -73,7 +77,7 @@ def baseline_job(recipe: str) -> dict[str, Any]:
         per_step, rate, total, *warmup = map(number, recipe.split(":"))
         warmup_iters = int(warmup[0]) if warmup else 100
     except ValueError:
-        raise ValueError(
+        raise UserError(
             f"--baseline: {recipe!r} is not TOKENS_PER_STEP:LEARNING_RATE:TOKENS[:WARMUP_STEPS], "
             "such as 65k:1.2e-3:67.1M"
         ) from None
@@ -108,7 +112,7 @@ def command_of(job: dict[str, Any]) -> list[str]:
     settings = resolve(read_settings(script), command)
     batch_size, job["learning_rate"] = settings["batch_size"], settings["learning_rate"]
     if batch_size == "auto" or eval_windows % batch_size:
-        raise ValueError(
+        raise UserError(
             f"{job['recipe']}: eval_windows={eval_windows} must be a multiple of "
             f"batch_size={batch_size}: set --eval_windows or --micro_batch"
         )

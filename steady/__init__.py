@@ -1,8 +1,6 @@
-"""What train.py, sample.py and the other scripts import. Nothing here imports them.
+"""What surrounds model.py and train.py. Importing this package changes nothing.
 
-Import it before torch. Without expandable segments a GPU's memory fills with cached blocks of sizes
-that are no longer needed, and CUDA reads the variable that asks for them only once, when it starts.
-And what may go wrong while torch is imported, which takes seconds, is dealt with here.
+`start_script()` is the first line of every script, before torch is imported.
 """
 
 import gc
@@ -11,32 +9,40 @@ import re
 import signal
 import sys
 from importlib import metadata
-from pathlib import Path
-
-from steady.output import open_closed_streams
 
 MIN_TORCH = (2, 11)
 
-# Every torch so far reads the first name, the second only 2.10 and newer. What the user set stays.
+# Every torch so far reads the first name, the second only 2.10 and newer.
 ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
-if not any(name in os.environ for name in ALLOCATOR_VARIABLES):
-    os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
 
-open_closed_streams()
 
-# Importing torch and its compiler, and compiling, makes millions of objects that stay. Python looks
-# for garbage among them after every 700 new ones, which takes a quarter of that time.
-gc.set_threshold(50_000)
+class UserError(ValueError):
+    """A message to the user: it ends a script with one line and no traceback.
 
-# Until configure() has been reached, Ctrl-C ends one of our scripts at once and in silence.
-script = getattr(sys.modules["__main__"], "__file__", None)
-if script and Path(script).resolve().parent == Path(__file__).resolve().parents[1]:
+    The line says what is wrong, the value, and what to do. All other errors keep their traceback.
+    """
+
+
+def start_script() -> None:
+    """Set up the process. Call it before `import torch`.
+
+    Without expandable segments a GPU's memory fills with cached blocks of sizes that are no longer
+    needed, and CUDA reads the variable that turns them on only once, when it starts. A user's own
+    choice stays. Until configure() installs its handlers, Ctrl-C ends the script silently.
+    """
+    require_new_torch()
+    if not any(name in os.environ for name in ALLOCATOR_VARIABLES):
+        os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
+    open_closed_streams()
+    # Importing torch and compiling make millions of objects that stay. By default Python searches
+    # for garbage after every 700 new ones, which takes a quarter of that time.
+    gc.set_threshold(50_000)
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def require_new_torch() -> None:
-    """Ends the process if torch is too old; that is known without importing it."""
+    """End the process if torch is too old. Reads its version without importing it."""
     try:
         version = metadata.version("torch")
     except metadata.PackageNotFoundError:
@@ -49,4 +55,14 @@ def require_new_torch() -> None:
         )
 
 
-require_new_torch()
+def open_closed_streams() -> None:
+    """Point closed standard streams (`>&-`) at the null device. Otherwise the next file that is
+    opened, such as a checkpoint, gets the number 1 and everything that libraries print."""
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # gets the lowest free number: this one
+    for name, number in (("stdout", 1), ("stderr", 2)):
+        if getattr(sys, name) is None:  # Python found it closed
+            setattr(sys, name, open(number, "w", encoding="utf-8", closefd=False))

@@ -9,27 +9,26 @@ from __future__ import annotations
 
 import contextlib
 import math
+import mmap
 import pickle
 import shlex
 import tempfile
 import zipfile
-from collections.abc import Callable, Sequence
+import zlib
+from collections.abc import Callable, Collection
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
-
-from steady import distributed
-from steady.distributed import Place
-from steady.folder import FILES, hold, last_set_aside, whole_file
-from steady.optim import AdamW, decay_start, learning_rate_at, load_state
-from steady.tokenizer import check_meta
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-if TYPE_CHECKING:
-    from steady.dataloader import DataSet
-
-    from model import GPTConfig
+from model import GPTConfig
+from steady import UserError, distributed
+from steady.dataloader import DataSet
+from steady.distributed import Process
+from steady.folder import FILES, hold_lock, last_archived, whole_file
+from steady.optim import decay_start, kind_of, learning_rate_at, load_state
+from steady.tokenizer import check_meta
 
 FORMAT = 1  # raised when a checkpoint's layout changes
 
@@ -41,73 +40,110 @@ EVERYTHING = WEIGHTS_ONLY | {  # what ckpt.pt holds
 }  # fmt: skip
 
 
-def save(path: Path, content: dict[str, Any]) -> None:
-    """Write `content` to `path`. A crash or a full disk at any point leaves the old file intact; so
-    does a disk that gives back something else.
+def as_saved(content: dict[str, Any]) -> dict[str, Any]:
+    """`content` with the state of a model, an optimizer or a scaler in its place."""
+    saved = {}
+    for key, value in content.items():
+        saved[key] = dict(value.state_dict()) if hasattr(value, "state_dict") else value
+        if isinstance(value, torch.optim.Optimizer):
+            saved[key] = {"kind": kind_of(value)} | saved[key]
+    return saved
 
-    Raises ValueError for weights that are not finite: they take no good ones' place.
+
+def save(
+    path: Path, content: dict[str, Any], must_be_finite: Collection[str] | None = None
+) -> None:
+    """Write `content` to `path`. A crash or a full disk at any point leaves the old file intact; so
+    does a disk that returns other bytes.
+
+    must_be_finite: names of weights, by default those of all parameters of a model.
+
+    Raises UserError for weights that are not finite: they replace no good ones.
     """
-    model = content.get("model") or {}
-    if not are_finite([w for w in model.values() if isinstance(w, Tensor)]):
-        raise ValueError("its weights are not finite")
-    hold(path.parent)
+    names = parameter_names(content.get("model")) if must_be_finite is None else must_be_finite
+    content = as_saved(content)
+    weights = [content["model"][name] for name in names]
+    if not are_finite([w for w in weights if isinstance(w, Tensor) and w.is_floating_point()]):
+        raise UserError("its weights are not finite")
+    hold_lock(path.parent)
     with whole_file(path, check=check_sums) as file:
         torch.save({"format": FORMAT, "launch": distributed.launch()} | content, file)
 
 
-def are_finite(tensors: Sequence[Tensor]) -> bool:
+def parameter_names(model: nn.Module | dict[str, Tensor] | None) -> list[str]:
+    """The names of a model's parameters, not of its buffers, which may hold anything."""
+    if isinstance(model, nn.Module):
+        return [name for name, _ in model.named_parameters()]
+    return list(model or ())
+
+
+def are_finite(tensors: Collection[Tensor]) -> bool:
     """Whether no value is NaN or infinite: then no tensor's sum is. Asks the device once."""
     sums = [tensor.sum(dtype=torch.float32) for tensor in tensors]
     return not sums or bool(torch.stack(sums).isfinite().all())
 
 
 def check_sums(path: Path) -> None:
-    """Raises an error unless every part of the zip archive `path` has its checksum: torch.load
-    does not look, and a flipped bit is a wrong weight."""
+    """Raises an error unless each part of the zip archive `path` has its checksum where torch.load
+    reads it, which does not look: a flipped bit is a wrong weight. torch maps the file's own bytes,
+    so parts that are compressed would be wrong weights too (F81)."""
     with open(path, "rb") as file:  # given the path, is_zipfile says False if it may not be read
         if not zipfile.is_zipfile(file):
             raise zipfile.BadZipFile("no complete zip archive")
         with zipfile.ZipFile(file) as archive:
-            damaged = archive.testzip()
-    if damaged:
-        raise zipfile.BadZipFile(f"{damaged} does not have its checksum")
+            parts = archive.infolist()
+        if len({part.filename for part in parts}) < len(parts):
+            raise zipfile.BadZipFile("two parts have the same name")
+        reader = torch._C.PyTorchFileReader(str(path))
+        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
+            data = memoryview(mapped)
+            try:
+                for part in parts:
+                    if part.compress_type != zipfile.ZIP_STORED:
+                        raise zipfile.BadZipFile(f"{part.filename} is compressed")
+                    begin = reader.get_record_offset(part.filename.partition("/")[2])
+                    if zlib.crc32(data[begin : begin + part.file_size]) != part.CRC:
+                        raise zipfile.BadZipFile(f"{part.filename} does not have its checksum")
+            finally:
+                data.release()
 
 
 def try_save(
     path: Path,
     content: dict[str, Any],
-    here: Place,
+    process: Process,
     say: Callable[[str], None],
     last: bool = False,
     overwrite: bool = True,
 ) -> bool:
     """`save` what all processes hold together; every one of them must call it.
 
-    A save that fails is no reason to end a run: it is said, and False returned on every process.
-    If it is the `last`, it goes to the folder for temporary files then.
+    A save that fails does not end a run: it prints a warning and returns False on every process. If
+    it is the `last`, it then saves to the folder for temporary files.
     """
     if not overwrite and distributed.any_process(path.exists()):
         return True
-    failed, content = False, distributed.gather_full(content)
+    names = parameter_names(content.get("model"))
+    failed, content = False, distributed.gather_full(as_saved(content))
     try:
-        if here.master:
-            save(path, content)
+        if process.master:
+            save(path, content, names)
     except Exception as error:
         kept = ", the last good one is kept" if path.is_file() else ""
         say(f"warning: {path} was not saved{kept}: {what_failed(error)}")
         if last:
-            say(save_elsewhere(path, content))
+            say(save_elsewhere(path, content, names))
         failed = True
     return not distributed.any_process(failed)
 
 
-def save_elsewhere(path: Path, content: dict[str, Any]) -> str:
+def save_elsewhere(path: Path, content: dict[str, Any], must_be_finite: Collection[str]) -> str:
     """Save in the folder for temporary files what cannot be saved at `path`; returns what became of
     it."""
     try:
         folder = Path(tempfile.mkdtemp(prefix="ckpt-"))
         try:
-            save(folder / path.name, content)
+            save(folder / path.name, content, must_be_finite)
         except Exception:
             folder.rmdir()
             raise
@@ -130,11 +166,17 @@ def load_plain(path: Path) -> Any:
     return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
 
 
-def is_of_this_launch(path: Path) -> bool:
-    """Whether the run that wrote `path` was started by the same torchrun as this process."""
-    with contextlib.suppress(Exception):  # damage is told by `read`
-        return load_plain(path)["launch"] == distributed.launch()
-    return path.exists()
+def begin_from(init_from: str, path: Path, process: Process) -> str:
+    """How to begin: "resume" where torchrun has restarted the processes of a launch that has saved
+    `path` before, else `init_from`. The first process decides for all."""
+
+    def decide() -> str:
+        with contextlib.suppress(Exception):  # damage is reported by `read`
+            if load_plain(path)["launch"] == distributed.launch():
+                return "resume"
+        return init_from
+
+    return distributed.on_rank0_first(process, decide) if distributed.restarts() else init_from
 
 
 def iteration_of(path: Path) -> int:
@@ -147,17 +189,17 @@ def iteration_of(path: Path) -> int:
 def read(path: Path) -> dict[str, Any]:
     """What `save` wrote to `path`, on the CPU. Tensors and plain values: nothing is executed.
 
-    Raises ValueError when it is missing, damaged, or not one of ours.
+    Raises UserError when it is missing, damaged, or not one of ours.
     """
     if not path.is_file():
-        raise ValueError(
+        raise UserError(
             f"no checkpoint at {path}: train first, or check --out_dir, and --ckpt, a file in it"
         )
     try:
         check_sums(path)
         content = load_plain(path)
     except pickle.UnpicklingError:
-        raise ValueError(
+        raise UserError(
             f"{path} holds more than tensors and plain values; it was not loaded, because loading "
             "it could run code"
         ) from None
@@ -165,10 +207,10 @@ def read(path: Path) -> dict[str, Any]:
         raise
     except Exception as error:  # damage has many kinds
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise ValueError(f"{path} is damaged or not a checkpoint: {reason}") from None
+        raise UserError(f"{path} is damaged or not a checkpoint: {reason}") from None
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         found = content.get("format") if isinstance(content, dict) else type(content).__name__
-        raise ValueError(
+        raise UserError(
             f"{path} is no steadyGPT checkpoint of format {FORMAT} (found {found}); "
             "nanoGPT's cannot be resumed, its architecture differs"
         )
@@ -178,27 +220,27 @@ def read(path: Path) -> dict[str, Any]:
 def load(path: Path, kinds: dict[str, type] = WEIGHTS_ONLY) -> dict[str, Any]:
     """`read` a checkpoint that holds all of `kinds`.
 
-    Raises ValueError, which says what there is to go on from instead.
+    Raises UserError, which says what there is to go on from instead.
     """
     try:
         content = read(path)
         for key, kind in kinds.items():
             value = content.get(key)
-            if type(value) is not kind or kind is not dict and not value >= 0:
+            if type(value) is not kind or (kind is int and value < 0) or value != value:
                 found = f"is {value!r:.40}" if key in content else "is missing"
-                raise ValueError(f"{path} is incomplete: {key} {found}, not a {kind.__name__}")
+                raise UserError(f"{path} is incomplete: {key} {found}, not a {kind.__name__}")
         dtype = content.get("pretrained_dtype")
         if dtype is not None and not isinstance(getattr(torch, str(dtype), None), torch.dtype):
-            raise ValueError(f"{path}: pretrained_dtype is {dtype!r:.40}, which is none of torch's")
+            raise UserError(f"{path}: pretrained_dtype is {dtype!r:.40}, which is none of torch's")
         check_meta(content["tokenizer"], f"{path}, tokenizer")
-    except ValueError as error:
-        raise ValueError(f"{error}{what_else(path)}") from None
+    except UserError as error:
+        raise UserError(f"{error}{what_else(path)}") from None
     return content
 
 
 def what_else(path: Path) -> str:
     """Which other checkpoints there are to go on from, as the end of an error about `path`."""
-    before = last_set_aside(path.parent)
+    before = last_archived(path.parent)
     uses = {
         path.parent / "ckpt.pt": "--ckpt=ckpt.pt",
         path.parent / "before_decay.pt": "copied to ckpt.pt, a run goes on from it",
@@ -214,55 +256,38 @@ def what_else(path: Path) -> str:
 
 
 def architecture(saved: dict[str, Any], kind: type[GPTConfig], path: Path) -> GPTConfig:
-    """A checkpoint's model_config as a `kind`; raises ValueError that names `path` and the key."""
-    settings = saved["model_config"]
-    differing = settings.keys() ^ kind().settings().keys()
+    """A checkpoint's model_config as a `kind`; raises UserError that names `path` and the key."""
+    settings = saved["model_config"]  # a setting that is newer than the checkpoint has its default
+    unknown = settings.keys() - kind().settings().keys()
     try:
-        if differing:
-            raise ValueError(f"missing or unknown {', '.join(sorted(map(str, differing)))}")
+        if unknown:
+            raise UserError(f"unknown {', '.join(sorted(map(str, unknown)))}")
         return kind(**settings)
-    except ValueError as error:
-        raise ValueError(f"{path}, model_config: {error}") from None
+    except UserError as error:
+        raise UserError(f"{path}, model_config: {error}") from None
 
 
 def check_weights(weights: dict[str, Tensor], model: nn.Module, complaint: str) -> None:
-    """Raises ValueError that begins with `complaint` and names the tensors in which weights and
+    """Raises UserError that begins with `complaint` and names the tensors in which weights and
     `model` differ."""
     expected = model.state_dict()
     differing = sorted(map(str, weights.keys() ^ expected.keys())) or [
         name
         for name, tensor in weights.items()
         if not isinstance(tensor, Tensor)
-        or not tensor.is_floating_point()
+        or tensor.is_floating_point() != expected[name].is_floating_point()
+        or tensor.is_complex() != expected[name].is_complex()
         or tensor.shape != expected[name].shape
     ]
     if differing:
         more = f" and {len(differing) - 5} more" if len(differing) > 5 else ""
-        raise ValueError(f"{complaint} {', '.join(differing[:5])}{more}")
+        raise UserError(f"{complaint} {', '.join(differing[:5])}{more}")
 
 
 def load_weights(model: nn.Module, weights: dict[str, Tensor], path: Path) -> None:
-    """Load into `model` what `path` held; raises ValueError if that is another model's."""
+    """Load into `model` what `path` held; raises UserError if that is another model's."""
     check_weights(weights, model, f"{path} does not fit its own model_config in")
     model.load_state_dict(weights)
-
-
-def load_optimizer(
-    optimizer: AdamW, scaler: torch.amp.GradScaler, start: Start, path: Path
-) -> None:
-    """Load what `path` held of an optimizer and a scaler for float16; raises ValueError if either
-    is not what it should be."""
-    try:
-        load_state(optimizer, start.optimizer)
-        if scaler.is_enabled() and start.scaler:  # empty after float32: a new one begins
-            expected = scaler.state_dict()
-            if {k: type(v) for k, v in start.scaler.items()} != {
-                k: type(v) for k, v in expected.items()
-            }:
-                raise ValueError(f"scaler must hold {', '.join(expected)}")
-            scaler.load_state_dict(start.scaler)
-    except ValueError as error:
-        raise ValueError(f"{path} cannot be resumed: {error}") from None
 
 
 def find(out_dir: Path, name: str = "") -> Path:
@@ -283,43 +308,70 @@ class Start(NamedTuple):
     optimizer: dict[str, Any] | None = None
     scaler: dict[str, Any] | None = None
     outdated: tuple[str, ...] = FILES  # of the run's folder, which are of another run
+    source: Path = Path()  # of all this, for messages
+
+    def load_weights(self, model: nn.Module) -> None:
+        """Load the weights into `model`, if there are any; raises UserError if they do not fit."""
+        if self.weights is not None:
+            load_weights(model, self.weights, self.source)
+
+    def load_optimizer(
+        self, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler
+    ) -> None:
+        """Load the states of an optimizer and of a scaler for float16, if there are any; raises
+        UserError if either is not what it should be."""
+        if self.optimizer is None:
+            return
+        try:
+            load_state(optimizer, self.optimizer)
+            if scaler.is_enabled() and self.scaler:  # empty after float32: a new one begins
+                expected = scaler.state_dict()
+                if {k: type(v) for k, v in self.scaler.items()} != {
+                    k: type(v) for k, v in expected.items()
+                }:
+                    raise UserError(f"scaler must hold {', '.join(expected)}")
+                scaler.load_state_dict(self.scaler)
+        except UserError as error:
+            raise UserError(f"{self.source} cannot be resumed: {error}") from None
 
 
 def resume(
-    path: Path, asked: GPTConfig, data: DataSet, config: dict[str, Any], dtype: torch.dtype
+    path: Path, asked: GPTConfig, data: DataSet, config: dict[str, Any], process: Process
 ) -> Start:
     """Where the run that wrote `path` was.
 
     Args:
         asked: the architecture that the settings ask for. It must be the checkpoint's, except for
             dropout; where it once came with pretrained weights, it still does.
-        data: its tokenizer must be the checkpoint's. The lowest loss of other windows is no bar.
+        data: its tokenizer must be the checkpoint's. A best loss measured on other windows is
+            discarded.
         config: train.py's settings.
-        dtype: what the run computes in from here on.
     """
     saved, model_config = load(path, EVERYTHING), asked.settings()
-    architecture(saved, type(asked), path)
+    was = architecture(saved, type(asked), path).settings()
     pretrained_dtype = saved.get("pretrained_dtype")
     if pretrained_dtype:
-        own = {key: model_config[key] for key in ("block_size", "dropout")}
-        model_config = saved["model_config"] | own
+        model_config = was | {key: model_config[key] for key in ("block_size", "dropout")}
     check_same_model(
-        saved["model_config"] | {"tokenizer": saved["tokenizer"]},
-        model_config | {"tokenizer": data.tokenizer},
-        path,
+        was | {"tokenizer": saved["tokenizer"]}, model_config | {"tokenizer": data.tokenizer}, path
     )
-    best_val_loss, notes = what_changed(saved, data, config, dtype, path)
-    # of other windows, or of steps that are taken once more, perhaps otherwise
-    now, outdated = saved["iter_num"], []
-    is_later = iteration_of(path.with_name("best.pt")) > now
-    if is_later or best_val_loss != saved["best_val_loss"]:
-        outdated.append("best.pt")
-    if is_later:  # it has taken the place of the one that `saved` knows
-        best_val_loss = math.inf
-    if iteration_of(path.with_name("before_decay.pt")) >= now:
-        outdated.append("before_decay.pt")
-    for note in notes if distributed.this_process().master else ():
-        print(f"note: {note}")
+
+    def decide() -> tuple[float, list[str]]:
+        """The best loss so far, and the files in the folder that are not of this run."""
+        best_val_loss, notes = what_changed(saved, data, config, process.dtype, path)
+        now, outdated = saved["iter_num"], []
+        is_later = iteration_of(path.with_name("best.pt")) > now
+        if is_later or best_val_loss != saved["best_val_loss"]:
+            outdated.append("best.pt")
+        if is_later:  # it has replaced the one that `saved` knows
+            best_val_loss = math.inf
+        if iteration_of(path.with_name("before_decay.pt")) >= now:
+            outdated.append("before_decay.pt")
+        for note in notes:
+            print(f"note: {note}")
+        return best_val_loss, outdated
+
+    best_val_loss, outdated = distributed.on_rank0_first(process, decide)
     return Start(
         model_config,
         saved["model"],
@@ -330,6 +382,7 @@ def resume(
         saved["optimizer"],
         saved["scaler"],
         tuple(outdated),
+        path,
     )
 
 
@@ -379,11 +432,11 @@ def what_changed(
 
 
 def check_same_model(saved: dict[str, Any], current: dict[str, Any], path: Path) -> None:
-    """Raises ValueError that names all in which two models differ, but for dropout; where the
+    """Raises UserError that names all in which two models differ, but for dropout; where the
     tokenizers differ, only that, since it is the data set's and no setting."""
     differing = [key for key in current if key != "dropout" and saved.get(key) != current[key]]
     if "tokenizer" in differing:
-        raise ValueError(
+        raise UserError(
             f"cannot resume {path}: its data set has another tokenizer; use the --dataset that it "
             "was trained on, or another --out_dir"
         )
@@ -391,7 +444,7 @@ def check_same_model(saved: dict[str, Any], current: dict[str, Any], path: Path)
         listed = ", ".join(
             f"{key} (checkpoint {saved.get(key)!r}, now {current[key]!r})" for key in differing
         )
-        raise ValueError(
+        raise UserError(
             f"cannot resume {path}: the model differs in {listed}; use the checkpoint's values, "
             "or another --out_dir"
         )

@@ -1,15 +1,16 @@
 """What a run uses of torch.compile, and how its model is compiled."""
 
 import logging
-import math
 import os
 import platform
 import traceback
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
-from steady.distributed import Place
+import torch
+import torch._functorch.config as functorch_config
+
+from steady.distributed import Process
 from steady.environment import (
     compile_obstacle,
     expandable_segments,
@@ -17,23 +18,11 @@ from steady.environment import (
     provide_libcuda,
 )
 from steady.kernels import kernels_work
-
-import torch
-import torch._functorch.config as functorch_config
-
-# Our loss is a custom autograd function; by default torch caches no graph that holds one, and
-# every start would trace and partition anew (13 s instead of 4 for GPT-2 on an H200).
-if hasattr(functorch_config, "autograd_cache_allow_custom_autograd_functions"):
-    functorch_config.autograd_cache_allow_custom_autograd_functions = True
-# Before its first code for a CPU torch compiles four programs with all of its vector headers to
-# see which of the processor's instructions the compiler knows: 18 s on two cores. Compilers of
-# the last eight years know them; with an older one nothing is compiled, and a line says so.
-if platform.machine() in ("x86_64", "AMD64"):
-    os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
+from steady.recompute import repeated_blocks
 
 GRAPH_MODES = ("reduce-overhead", "max-autotune")  # compile modes that record CUDA graphs
-MAX_PARTS = 12  # of the stack of blocks: fewer take longer to compile, more take longer to run
 MIN_AUTOTUNE_PROCESSORS = 68  # multiprocessors below which torch does not autotune products
+MAX_VERSIONS = 256  # of a block's code: each may use numbers of its own, such as its place
 
 
 @dataclass
@@ -52,10 +41,53 @@ class Plan:
         """Compile nothing after all."""
         self.obstacle, self.cuda_graphs = obstacle, False
 
+    def summary(self, process: Process, fp8: bool = False) -> str:
+        """What a run will use, in one line, with what was asked for but cannot be had."""
+        device, dtype = process.device, process.dtype
+        compiled = f"to be compiled ({self.mode}), which takes a minute or so"
+        if self.obstacle:
+            compiled = f"not compiled ({self.obstacle})"
+        name = str(device)
+        if device.type == "cuda":
+            name = f"{device} ({torch.cuda.get_device_name(device)})"
+            processors = torch.cuda.get_device_properties(device).multi_processor_count
+            autotunes = self.compiled and self.mode.startswith("max-autotune")
+            if autotunes and processors < MIN_AUTOTUNE_PROCESSORS:
+                compiled += (
+                    f", but not autotuned: {processors} multiprocessors, "
+                    f"{MIN_AUTOTUNE_PROCESSORS} are needed"
+                )
+            if not kernels_work():
+                compiled += ", without kernels of our own: slower, and more memory"
+            if not expandable_segments():
+                compiled += ", without expandable segments"
+        elif self.compiled and self.mode in GRAPH_MODES:
+            compiled += f", without CUDA graphs on {device.type}"
+        computed = str(dtype).removeprefix("torch.")
+        if device.type == "cuda" and dtype == torch.bfloat16:
+            if not torch.cuda.is_bf16_supported(including_emulation=False):
+                computed += " (slow: this GPU only emulates it; float16 is what it has)"
+        computed += " and float8" if fp8 else ""
+        line = f"device {name}, dtype {computed}, {compiled}"
+        if process.world_size > 1:
+            line += f"\n{process.world_size} processes, {process.parallel}"
+        return line
+
 
 def plan(compile: bool, mode: str, device: torch.device) -> Plan:
     """Which parts of torch.compile this run can use. Mends what can be mended for it: where torch
     caches code, where Triton looks for the driver."""
+    # Our loss is a custom autograd function; by default torch caches no graph that holds one, and
+    # every start would trace and partition it (13 s instead of 4 for GPT-2 on an H200).
+    if hasattr(functorch_config, "autograd_cache_allow_custom_autograd_functions"):
+        functorch_config.autograd_cache_allow_custom_autograd_functions = True
+    # So that a loss's graph may be gone through twice (torch.autograd.grad with retain_graph=True).
+    functorch_config.donated_buffer = False
+    # Before its first code for a CPU torch compiles four programs with all of its vector headers to
+    # see which of the processor's instructions the compiler knows: 18 s on two cores. Compilers of
+    # the last eight years know them; with an older one nothing is compiled, and a line says so.
+    if platform.machine() in ("x86_64", "AMD64"):
+        os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
     unwritable = provide_cache_folder()  # without one, torch does not even train uncompiled
     if device.type == "cuda":
         provide_libcuda()
@@ -92,56 +124,47 @@ def graphs_report() -> str:
 
 
 def compile_model(
-    model: torch.nn.Module, plan: Plan, sharded: bool, checkpointing: str
+    model: torch.nn.Module, plan: Plan, sharded: bool = False, checkpointing: str = "none"
 ) -> torch.nn.Module:
-    """What to run in place of `model`: its compiled form, or itself if the plan says so.
+    """The model to run: `model` with its blocks compiled in place, one by one, or the compiled form
+    of all of it with CUDA graphs, where each graph costs a launch; `model` itself if nothing is
+    compiled.
 
-    Blocks are alike, so code for a few of them serves all, and starting takes little longer for a
-    deep model. These parts, and what comes before and after the blocks, are replaced by their
-    compiled forms in `model` itself. With CUDA graphs the model is one piece, since each graph
-    costs a launch. Of a model that FSDP has divided (`sharded`) the blocks alone are compiled, one
-    by one, since weights are exchanged around them.
-
-    Every new shape is compiled anew (dynamic=False): code for all shapes is slow.
+    Compiled code is the model's own code. Blocks are alike, so code for one serves all, and
+    starting takes no longer for a deep model. A model without blocks is compiled as a whole. Every
+    new shape is compiled separately (dynamic=False): code for all shapes is slow.
     """
-    # undo an earlier call
-    for name in ("embed", "run_blocks", "head"):
-        model.__dict__.pop(name, None)
+    parts = repeated_blocks(model) if sharded else compiled_parts(model)
+    for part in parts:  # undo an earlier call
+        part._compiled_call_impl = None
+        if hasattr(part.forward, "_torchdynamo_orig_callable"):
+            part.forward = part.forward._torchdynamo_orig_callable
     if not plan.compiled:
         return model
-    # TORCHDYNAMO_SUPPRESS_ERRORS would run what cannot be compiled as it is, in silence.
+    # TORCHDYNAMO_SUPPRESS_ERRORS would run what cannot be compiled without a message.
     torch._dynamo.config.suppress_errors = False
-    compiled = partial(torch.compile, mode=plan.mode, dynamic=False)
-    if sharded:
-        # Without activation checkpointing, recompute what costs next to nothing.
+    torch._dynamo.config.recompile_limit = MAX_VERSIONS
+    torch._dynamo.config.accumulated_recompile_limit = 2 * MAX_VERSIONS
+    if sharded:  # without activation checkpointing, recompute what costs next to nothing
         functorch_config.activation_memory_budget = 0.9 if checkpointing == "none" else 1.0
-        for block in model.blocks:
-            block.forward = compiled(block.forward)
-        return model
-    if plan.cuda_graphs:
-        return compiled(model)
-    model.head = compiled(model.head)
-    if model.token_embedding.weight.is_cuda:  # a CPU's code would add gradients up in any order
-        model.embed = compiled(model.embed)
-    blocks, together = list(model.blocks), math.ceil(len(model.blocks) / MAX_PARTS)
-    parts = [blocks[i : i + together] for i in range(0, len(blocks), together)]
-    run, run_uncompiled = compiled(run_in_turn), model.run_blocks
-
-    def run_blocks(x, rope, cache=None):
-        if cache is not None:  # a sample is drawn
-            return run_uncompiled(x, rope, cache)
-        for part in parts:
-            x = run(part, x, rope)
-        return x
-
-    model.run_blocks = run_blocks
+    options = {"mode": plan.mode, "dynamic": False}
+    if plan.cuda_graphs or not parts:
+        return torch.compile(model, **options)
+    for part in parts:
+        if sharded:  # FSDP2's hooks, which exchange weights, stay outside of compiled code
+            part.forward = torch.compile(part.forward, **options)
+        else:
+            part.compile(**options)
     return model
 
 
-def run_in_turn(blocks, x, rope):
-    for block in blocks:
-        x = block(x, rope)
-    return x
+def compiled_parts(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """The model's blocks, and its norms and other small layers beside them. (Not the embedding: a
+    CPU's code would add its gradients up in any order. And not linear layers: one product.)"""
+    blocks = repeated_blocks(model)
+    plain = torch.nn.ModuleList | torch.nn.Sequential | torch.nn.Embedding | torch.nn.Linear
+    small = [m for m in model.children() if not isinstance(m, plain) and list(m.parameters())]
+    return blocks + small if blocks else []
 
 
 def is_compile_error(error: Exception) -> bool:
@@ -158,35 +181,3 @@ def why_not_compiled(error: Exception) -> str:
     if len(text) > 300:  # a compiler's command comes first, what it says last
         text = f"{text[:120]} ... {text[-170:]}"
     return text
-
-
-def summary(
-    device: torch.device, dtype: torch.dtype, plan: Plan, here: Place, fp8: bool = False
-) -> str:
-    """What a run will use, in one line, with what was asked for but cannot be had."""
-    compiled = f"to be compiled ({plan.mode}), which takes a minute or so"
-    if plan.obstacle:
-        compiled = f"not compiled ({plan.obstacle})"
-    name = str(device)
-    if device.type == "cuda":
-        name = f"{device} ({torch.cuda.get_device_name(device)})"
-        processors = torch.cuda.get_device_properties(device).multi_processor_count
-        autotunes = plan.compiled and plan.mode.startswith("max-autotune")
-        if autotunes and processors < MIN_AUTOTUNE_PROCESSORS:
-            compiled += (
-                f", but not autotuned: {processors} multiprocessors, "
-                f"{MIN_AUTOTUNE_PROCESSORS} are needed"
-            )
-        if not kernels_work():
-            compiled += ", without kernels of our own: slower, and more memory"
-        if not expandable_segments():
-            compiled += ", without expandable segments"
-    elif plan.compiled and plan.mode in GRAPH_MODES:
-        compiled += f", without CUDA graphs on {device.type}"
-    computed = str(dtype).removeprefix("torch.")
-    if device.type == "cuda" and dtype == torch.bfloat16:
-        if not torch.cuda.is_bf16_supported(including_emulation=False):
-            computed += " (slow: this GPU only emulates it; float16 is what it has)"
-    computed += " and float8" if fp8 else ""
-    line = f"device {name}, dtype {computed}, {compiled}"
-    return line if here.world_size == 1 else f"{line}\n{here.world_size} processes, {here.parallel}"

@@ -18,12 +18,13 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from steady.distributed import ALONE, Place
-from steady.shuffle import permute, scramble
-from steady.tokenizer import META_KEYS, check_meta
-
 import numpy as np
 import torch
+
+from steady import UserError
+from steady.distributed import ALONE, Process
+from steady.shuffle import permute, scramble
+from steady.tokenizer import META_KEYS, check_meta
 
 Batch = tuple[torch.Tensor, torch.Tensor]  # tokens and targets, (batch_size, block_size) int64
 
@@ -43,12 +44,12 @@ def dataset_folder(dataset: str) -> Path:
 def read_meta(folder: Path) -> dict[str, Any]:
     """The data set's meta.json, or an empty dict for nanoGPT's bare .bin files.
 
-    Raises ValueError, with the command to run, when the data set is not there, and one that names
+    Raises UserError, with the command to run, when the data set is not there, and one that names
     file and key when meta.json does not hold what it should.
     """
     if not (folder / "train.bin").exists():
         prepare = folder / "prepare.py"
-        raise ValueError(
+        raise UserError(
             f"no data set at {folder} (train.bin is missing): "
             + (f"run python {shlex.quote(str(prepare))}" if prepare.exists() else
                "see data/ for the ones there are, or make one of your own text with "
@@ -59,13 +60,13 @@ def read_meta(folder: Path) -> dict[str, Any]:
         meta = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         if (folder / "meta.pkl").exists():
-            raise ValueError(
+            raise UserError(
                 f"{folder} has nanoGPT's meta.pkl and no meta.json: prepare the data set again, "
                 "with the prepare.py of the same name here, or data/text/prepare.py"
             ) from None
         return {}
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is not valid JSON: {error}") from None
+        raise UserError(f"{path} is not valid JSON: {error}") from None
     check_meta(meta, str(path), whole=True)
     return meta
 
@@ -78,7 +79,7 @@ class DataSet:
         vocab_size: the model's vocabulary, 0 for the data set's own, rounded up to a multiple of 64
             (matrix kernels are faster so).
 
-    Raises ValueError, with the command to run, when it is not there.
+    Raises UserError, with the command to run, when it is not there.
     """
 
     def __init__(self, dataset: str, vocab_size: int = 0):
@@ -103,7 +104,7 @@ class DataSet:
             file = TokenFile(path, block_size, vocab_size, self.dtype)
             expected = self.meta.get("tokens", {}).get(split, file.n_tokens)
             if file.n_tokens != expected:  # a copy that broke off
-                raise ValueError(
+                raise UserError(
                     f"{path} has {file.n_tokens} tokens, but its meta.json says {expected}: copy "
                     "or prepare the data set again (or correct meta.json)"
                 )
@@ -128,7 +129,7 @@ class TokenFile:
     It is read and not mapped: a mapped file's pages add up to resident memory, and where the file
     is cut short meanwhile, or its disk fails, the process dies of a signal and not of an error.
 
-    Raises ValueError when it is missing, empty, of odd size, too short for one window of
+    Raises UserError when it is missing, empty, of odd size, too short for one window of
     `block_size` tokens and its targets, or holds an id outside the vocabulary.
     """
 
@@ -136,17 +137,17 @@ class TokenFile:
         self.path, self.block_size, self.vocab_size = path, block_size, vocab_size
         self.dtype = np.dtype(dtype).newbyteorder("<")
         if not path.exists():
-            raise ValueError(f"{path} is missing: prepare the data set again")
+            raise UserError(f"{path} is missing: prepare the data set again")
         size, width = path.stat().st_size, self.dtype.itemsize
         if size == 0 or size % width:
-            raise ValueError(
+            raise UserError(
                 f"{path} has {size} bytes, not a positive multiple of {width} ({dtype} tokens): "
                 "prepare the data set again"
             )
         self.n_tokens = size // width
         if self.n_tokens <= block_size:
             smaller = f" or --block_size={self.n_tokens - 1}" if self.n_tokens > 1 else ""
-            raise ValueError(
+            raise UserError(
                 f"{path} has {self.n_tokens} tokens, but block_size={block_size} needs at "
                 f"least {block_size + 1}: use more data{smaller}"
             )
@@ -157,9 +158,9 @@ class TokenFile:
             self.check(self.read(np.array([start]), min(2**24, scanned - start)))
 
     def check(self, ids: np.ndarray) -> None:
-        """Raises ValueError if an id is outside the vocabulary (on a GPU it would be an assert)."""
+        """Raises UserError if an id is outside the vocabulary (on a GPU it would be an assert)."""
         if ids.max() >= self.vocab_size:
-            raise ValueError(
+            raise UserError(
                 f"{self.path} holds token id {ids.max()}, but the model's vocabulary has "
                 f"{self.vocab_size}: set --vocab_size, or prepare the data set again"
             )
@@ -167,14 +168,14 @@ class TokenFile:
     def read(self, starts: np.ndarray, length: int) -> np.ndarray:
         """`length` tokens from each of the offsets `starts`, (len(starts), length).
 
-        Raises ValueError when the file has become shorter.
+        Raises UserError when the file has become shorter.
         """
         rows = np.empty((len(starts), length), self.dtype)
         with self.reading:
             for row, start in zip(rows, starts.tolist(), strict=True):
                 self.file.seek(start * self.dtype.itemsize)
                 if self.file.readinto(row) < row.nbytes:
-                    raise ValueError(
+                    raise UserError(
                         f"{self.path} had {self.n_tokens} tokens when this run began and is "
                         "shorter now: restore it, then go on with --init_from=resume"
                     )
@@ -207,12 +208,11 @@ class DataLoader:
         batch_size: int,
         accumulation: int,
         seed: int,
-        device: torch.device,
-        here: Place = ALONE,
+        process: Process = ALONE,
         offset: int = 0,
     ):
-        self.file, self.batch_size, self.seed, self.device = file, batch_size, seed, device
-        self.accumulation, self.here, self.offset = accumulation, here, offset
+        self.file, self.batch_size, self.seed = file, batch_size, seed
+        self.accumulation, self.process, self.offset = accumulation, process, offset
         self.reader = ThreadPoolExecutor(max_workers=1)
         n_tokens = file.n_tokens
         # one fewer than there is room for, so that an epoch can begin at any phase
@@ -225,7 +225,7 @@ class DataLoader:
 
     def starts(self, step: int, micro_step: int) -> np.ndarray:
         """Token offsets of this process's windows in micro-step `micro_step` of `step`."""
-        first = (micro_step * self.here.world_size + self.here.rank) * self.batch_size
+        first = (micro_step * self.process.world_size + self.process.rank) * self.batch_size
         indices = self.position(step) + first + np.arange(self.batch_size)
         starts = np.empty_like(indices)
         epochs, nths = np.divmod(indices, self.windows_per_epoch)
@@ -239,25 +239,24 @@ class DataLoader:
 
     def micro_batches(self, step: int) -> Iterator[Batch]:
         """Every micro-batch of this process from `step` on, without end."""
-        micro_steps = self.accumulation // self.here.world_size
+        micro_steps, device = self.accumulation // self.process.world_size, self.process.device
 
         def read(n: int) -> Batch:
-            return to_batch(self.file.windows(self.starts(*divmod(n, micro_steps))), self.device)
+            return to_batch(self.file.windows(self.starts(*divmod(n, micro_steps))), device)
 
         n = step * micro_steps
         pending = self.reader.submit(read, n)
         while True:
             n += 1
             pending, ready = self.reader.submit(read, n), pending
-            yield moved(ready.result(), self.device)
+            yield moved(ready.result(), device)
 
 
 def eval_batches(
     file: TokenFile,
     batch_size: int,
     n_sequences: int,
-    device: torch.device,
-    here: Place = ALONE,
+    process: Process = ALONE,
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor, float]]:
     """The same `n_sequences` windows every time, spread evenly over the file: tokens, targets, and
     which share of all windows they are, so that means of batches add up to the mean of all.
@@ -267,17 +266,17 @@ def eval_batches(
     filled up with windows of which no target counts (all -1).
     """
     starts = np.linspace(0, file.n_tokens - file.block_size - 1, n_sequences).astype(np.int64)
-    for first in range(0, n_sequences, here.world_size * batch_size):
-        mine = starts[first + here.rank * batch_size :][:batch_size]
+    for first in range(0, n_sequences, process.world_size * batch_size):
+        mine = starts[first + process.rank * batch_size :][:batch_size]
         windows = file.windows(np.resize(mine if len(mine) else starts, batch_size))
-        tokens, targets = to_batch(windows, device)
+        tokens, targets = to_batch(windows, process.device)
         targets[len(mine) :] = -1
-        yield *moved((tokens, targets), device), len(mine) / n_sequences
+        yield *moved((tokens, targets), process.device), len(mine) / n_sequences
 
 
 def to_batch(windows: np.ndarray, device: torch.device) -> Batch:
     """Tokens and, one position later, targets; in page-locked memory if the device is a GPU."""
-    # copies: of one window the two would lie in the same memory
+    # copies, or the slices of a single window share memory
     tokens, targets = map(torch.from_numpy, (windows[:, :-1].copy(), windows[:, 1:].copy()))
     if device.type == "cuda":
         tokens, targets = tokens.pin_memory(), targets.pin_memory()

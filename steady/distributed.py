@@ -1,17 +1,21 @@
-"""Several processes, one per GPU, as torchrun starts them: who does what, and what they exchange.
+"""Several processes, one per GPU, as torchrun starts them: their ranks and what they exchange.
 
 All processes call these functions at the same points. A process on its own pays nothing for them.
 
-ddp: every process holds the whole model; after the last micro-step its gradients are moved into one
-flat tensor and summed by one all-reduce. So the model stays one compiled graph, CUDA graphs keep
-working, and nothing is exchanged before (DistributedDataParallel cuts the graph into buckets).
+ddp: every process holds the whole model; after the last micro-step its gradients are copied into
+one flat tensor and summed by one all-reduce. So the model stays one compiled graph, CUDA graphs
+keep working, and nothing is exchanged before (DistributedDataParallel cuts the graph into buckets).
 fsdp: PyTorch's FSDP2; every process holds its share of weights, gradients and optimizer state.
 """
 
 import atexit
+import contextlib
+import functools
 import os
+import secrets
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Any, NamedTuple
 
 import torch
@@ -19,16 +23,22 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.rendezvous import rendezvous
 
+from steady import UserError
+from steady.hardware import autocast, choose_device, choose_dtype
+from steady.recompute import repeated_blocks
+
 PARAMS_PER_EXCHANGE = 2**27  # at most, with fsdp, unless a single block has more
 
 
-class Place(NamedTuple):
-    """Which of the processes this one is, and what they divide among themselves."""
+class Process(NamedTuple):
+    """This process: its place among all, its device, and the dtype of its matrix products."""
 
     rank: int = 0
     local_rank: int = 0  # among those on this machine
     world_size: int = 1
     parallel: str = "ddp"
+    device: torch.device = torch.device("cpu")
+    dtype: torch.dtype = torch.float32
 
     @property
     def master(self) -> bool:
@@ -45,30 +55,39 @@ class Place(NamedTuple):
         """fsdp: every process has a part of every weight."""
         return self.world_size > 1 and self.parallel == "fsdp"
 
-    @property
-    def restarted(self) -> bool:
-        """Whether torchrun started the processes anew, after one had died."""
-        return restarts() > 0
+    def autocast(self) -> contextlib.AbstractContextManager:
+        """The context to run forward passes in."""
+        return autocast(self.device, self.dtype)
 
 
-ALONE = Place()
+ALONE = Process()
 
 
 def restarts() -> int:
-    """How often torchrun has started the processes anew."""
+    """How often torchrun has restarted the processes."""
     found = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     if not found.isdecimal():
-        raise ValueError(f"TORCHELASTIC_RESTART_COUNT={found} is no number: unset it")
+        raise UserError(f"TORCHELASTIC_RESTART_COUNT={found} is no number: unset it")
     return int(found)
 
 
+@functools.cache
 def launch() -> str:
-    """What tells the processes that one torchrun has started, and started anew, from others; "" for
-    a process of its own."""
-    name = os.environ.get("TORCHELASTIC_RUN_ID", "")
-    if name and on_one_machine():
-        name += f", process {os.getppid()}"  # torchrun's, the same for all
-    return name
+    """A random token of this torchrun launch, the same for all its processes and after restarts;
+    "" without torchrun.
+
+    torchrun's own ID is "none" by default, and process IDs repeat in containers. So the first
+    process to ask draws the token and keeps it in the store of torchrun's agent.
+    """
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return os.environ.get("TORCHELASTIC_RUN_ID", "")
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    token = secrets.token_hex(16)
+    try:
+        store = dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=60))
+        return store.compare_set("steady/launch", "", token).decode()
+    except RuntimeError:  # no store, no restart that could ask for it
+        return token
 
 
 def on_one_machine() -> bool:
@@ -82,115 +101,118 @@ def peer_has_ended(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and "onnection" in str(error)
 
 
-def this_process(parallel: str = "ddp") -> Place:
-    """What torchrun's variables say of this process.
+def this_process(
+    parallel: str = "ddp", device: str = "cpu", dtype: str = "float32", width: int = 0
+) -> Process:
+    """This process by torchrun's variables, with the device and dtype that the settings ask for.
 
-    Raises ValueError when they are incomplete or contradict each other.
+    width: of the model, which decides what dtype=auto means on a CPU.
+
+    Raises UserError when the variables are incomplete or contradict each other.
     """
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
     found = {name: os.environ[name] for name in names if name in os.environ}
-    if not found:
-        return ALONE._replace(parallel=parallel)
     try:
-        rank, local_rank, world_size = (int(found[name]) for name in names)
-        if 0 <= rank < world_size and 0 <= local_rank:
-            return Place(rank, local_rank, world_size, parallel)
-    except (KeyError, ValueError):
-        pass
-    shown = ", ".join(f"{name}={found.get(name, '(not set)')}" for name in names)
-    raise ValueError(
-        f"{shown} do not describe a process: start several with torchrun, or unset them for one"
-    )
+        rank, local_rank, world_size = (int(found.get(name, 0)) for name in names) if found else (
+            0, 0, 1)  # fmt: skip
+        complete = len(found) in (0, 3) and 0 <= rank < world_size and 0 <= local_rank
+    except ValueError:
+        complete = False
+    if not complete:
+        shown = ", ".join(f"{name}={found.get(name, '(not set)')}" for name in names)
+        raise UserError(
+            f"{shown} do not describe a process: start several with torchrun, or unset them for one"
+        )
+    # several processes, each of which measures, might not agree on a CPU's dtype
+    chosen = choose_device(device, local_rank if world_size > 1 else None)
+    computed = choose_dtype(dtype, chosen, width if world_size == 1 else 0)
+    return Process(rank, local_rank, world_size, parallel, chosen, computed)
 
 
-def check(
-    here: Place,
-    batch_size: int,
-    gradient_accumulation_steps: int,
-    dtype: torch.dtype,
-    cuda_graphs: bool,
-) -> None:
-    """Raises ValueError for what several processes cannot do; before they meet, so that each says
-    so itself."""
-    world_size = here.world_size
-    if gradient_accumulation_steps % world_size:
-        below = gradient_accumulation_steps // world_size * world_size
+def check(process: Process, config: dict[str, Any], cuda_graphs: bool) -> None:
+    """Raises UserError for what several processes cannot do."""
+    world_size, steps = process.world_size, config["gradient_accumulation_steps"]
+    if steps % world_size:
+        below = steps // world_size * world_size
         choices = [str(n) for n in (below, below + world_size) if n]
-        size, rest = divmod(batch_size * gradient_accumulation_steps, below + world_size)
+        size, rest = divmod(config["batch_size"] * steps, below + world_size)
         if not rest:
             choices[-1] += f" (with batch_size={size} for the same global batch)"
-        raise ValueError(
-            f"gradient_accumulation_steps={gradient_accumulation_steps} counts the micro-batches "
-            f"of all {world_size} processes, so it must be a multiple of {world_size}: use "
-            + " or ".join(choices)
+        raise UserError(
+            f"gradient_accumulation_steps={steps} counts the micro-batches of all {world_size} "
+            f"processes, so it must be a multiple of {world_size}: use " + " or ".join(choices)
         )
-    if here.shards_model and (cuda_graphs or dtype == torch.float16):
-        raise ValueError(
+    if process.shards_model and (cuda_graphs or process.dtype == torch.float16):
+        raise UserError(
             "parallel=fsdp exchanges weights inside a step, which CUDA graphs and float16's loss "
             "scaling do not allow: use compile_mode=default (or max-autotune-no-cudagraphs) and "
             "dtype=bfloat16, or parallel=ddp"
         )
 
 
-def start(here: Place, device: torch.device, backend: str, config: dict[str, Any]) -> None:
-    """Join the other processes, if there are any, and see that all have the same settings."""
-    rank, world_size = here.rank, here.world_size
+def start(process: Process, config: dict[str, Any], cuda_graphs: bool = False) -> None:
+    """Join the other processes, if there are any, and check that all have the same settings."""
+    check(process, config, cuda_graphs)  # before they meet, so that each prints its own error
+    rank, world_size, backend = process.rank, process.world_size, config["backend"]
     if world_size == 1:
         return
     port = os.environ.get("MASTER_PORT", "0")
     if not (port.isdecimal() and int(port) < 2**16):
-        raise ValueError(f"MASTER_PORT={port} is no port: use a number below 65536")
+        raise UserError(f"MASTER_PORT={port} is no port: use a number below 65536")
     if backend == "auto":
-        backend = "nccl" if device.type == "cuda" else "gloo"
+        backend = "nccl" if process.device.type == "cuda" else "gloo"
     if backend == "nccl":
-        backend = "cpu:gloo,cuda:nccl"  # small things are exchanged without waiting for the GPU
+        backend = "cpu:gloo,cuda:nccl"  # small values are exchanged without waiting for the GPU
     try:
         store, _, _ = next(rendezvous("env://"))
         if on_one_machine():
-            # torchrun keeps its store when it starts the processes anew: without a prefix they
-            # would meet at the addresses of the dead. (Machines count restarts each on its own.)
+            # torchrun keeps its store over a restart: without a prefix the new processes would meet
+            # at the addresses of the dead. (Machines count restarts each on its own.)
             store = dist.PrefixStore(str(restarts()), store)
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
     except (ValueError, RuntimeError) as error:
         reason = str(error).splitlines()[0]
-        raise ValueError(f"cannot join {world_size} processes with {backend}: {reason}") from None
+        raise UserError(f"cannot join {world_size} processes with {backend}: {reason}") from None
     show_error = sys.excepthook
 
-    def show_error_and_leave(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+    def show_error_and_exit(kind: type[BaseException], error: BaseException, trace: Any) -> None:
         if peer_has_ended(error):
             print(f"rank {rank}: error: another process has ended", file=sys.stderr)
         else:
             show_error(kind, error, trace)
-        leave(1)
+        exit_now(1)
 
-    sys.excepthook = show_error_and_leave
+    sys.excepthook = show_error_and_exit
     configs: list[Any] = [None] * world_size
     dist.all_gather_object(configs, config)
     differing = [key for key in config if any(c.get(key) != config[key] for c in configs)]
     if differing:
         listed = "; ".join(f"{key} is {[c.get(key) for c in configs]}" for key in differing)
-        raise ValueError(f"the processes have different settings: {listed}")
+        raise UserError(f"the processes have different settings: {listed}")
 
 
-def first_does(here: Place, action: Callable[[], None]) -> None:
-    """Have the first process do what one has to do for all. If it raises an error about a file or a
-    value, the others end without a word."""
-    error = None
+def on_rank0_first(process: Process, action: Callable[[], Any]) -> Any:
+    """The result of `action()`, which the first process alone runs, on every process. If it raises
+    an error about a file or a UserError, the others end without a message."""
+    error, result = None, [None]
     try:
-        if here.master:
-            action()
-    except (OSError, ValueError) as found:
+        if process.master:
+            result = [action()]
+    except (OSError, UserError) as found:
         error = found
     failed = any_process(error is not None)
     if error is not None:
         raise error
     if failed:
-        leave(1)
+        exit_now(1)
+    if process.world_size > 1:
+        dist.broadcast_object_list(result)
+    return result[0]
 
 
 def launcher() -> list[str]:
     """The beginning of the command that started this process."""
-    world_size = this_process().world_size
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
     if world_size == 1:
         return ["python"]
     local = os.environ.get("LOCAL_WORLD_SIZE", str(world_size))
@@ -199,14 +221,16 @@ def launcher() -> list[str]:
     return ["torchrun", "--standalone", f"--nproc_per_node={local}"]
 
 
-def stop() -> None:
-    """Leave the other processes."""
+def stop(process: Process) -> None:
+    """Leave the other processes; all but the first end here."""
     if dist.is_initialized():
         dist.barrier()  # none leaves while another still waits for it
         dist.destroy_process_group()
+    if not process.master:
+        exit_now()
 
 
-def leave(status: int = 0) -> None:
+def exit_now(status: int = 0) -> None:
     """End a process that has nothing more to say. Python's orderly end may meet a thread of torch's
     that is still finishing, and then aborts ("terminate called without an active exception")."""
     atexit._run_exitfuncs()
@@ -215,10 +239,11 @@ def leave(status: int = 0) -> None:
     os._exit(status)
 
 
-def all_reduce_sum(tensor: Tensor) -> None:
-    """Replace `tensor` by its sum over all processes."""
+def all_reduce_sum(tensor: Tensor) -> Tensor:
+    """`tensor` after it is replaced, in place, by its sum over all processes."""
     if dist.is_initialized():
         dist.all_reduce(tensor)
+    return tensor
 
 
 def all_reduce_min(value: float) -> float:
@@ -235,38 +260,75 @@ def any_process(flag: bool) -> bool:
     return all_reduce_min(0.0 if flag else 1.0) == 0.0
 
 
+@torch.no_grad()
+def flatten_gradients(parameters: Sequence[nn.Parameter]) -> Tensor:
+    """All gradients in one new tensor, zeros for missing ones, and at its end for each parameter
+    whether it has one (1.0 or 0.0)."""
+    device = parameters[0].device
+    parts = [
+        torch.zeros(p.numel(), device=device) if p.grad is None else p.grad.flatten()
+        for p in parameters
+    ]
+    present = torch.tensor([float(p.grad is not None) for p in parameters]).to(device)
+    return torch.cat([*parts, present])
+
+
+@torch.no_grad()
+def sum_gradients(process: Process, parameters: Sequence[nn.Parameter], in_place: bool) -> None:
+    """With ddp, replace gradients by their sums over all processes, in one exchange.
+
+    A parameter without a gradient keeps None if no process has one for it, so that the optimizer
+    leaves it alone. in_place: keep the tensors that hold the gradients, as CUDA graphs need.
+    """
+    if not process.sums_gradients or not parameters:
+        return
+    flat = flatten_gradients(parameters)
+    dist.all_reduce(flat)
+    sizes = [p.numel() for p in parameters]
+    *sums, counts = flat.split([*sizes, len(sizes)])
+    missing = any(p.grad is None for p in parameters)
+    present = (counts > 0).tolist() if missing else [True] * len(sizes)  # tolist waits for a GPU
+    for parameter, total, is_present in zip(parameters, sums, present, strict=True):
+        total = total.view_as(parameter).to(parameter.dtype)
+        if in_place and parameter.grad is not None:
+            parameter.grad.copy_(total)
+        elif is_present:
+            parameter.grad = total
+
+
 def blocks_per_exchange(n_layer: int, block_params: int) -> int:
     """How many blocks fsdp exchanges at once. An exchange costs the host as much time for small
     blocks as for large ones, and small ones keep a GPU busy for less. Four exchanges at least are
     left, if there are four blocks: they overlap with computation."""
-    return max(1, min(PARAMS_PER_EXCHANGE // block_params, n_layer // 4))
+    return max(1, min(PARAMS_PER_EXCHANGE // max(1, block_params), n_layer // 4))
 
 
-def move_to_device(model: nn.Module, here: Place, device: torch.device, dtype: torch.dtype) -> None:
-    """Move `model` from the CPU to `device`, all of it or this process's part, in place."""
-    if here.shards_model:
-        shard(model, device, dtype)
-    else:
-        model.to(device)
+def shard(model: nn.Module, process: Process) -> None:
+    """With fsdp, divide `model` among all processes, a few blocks at a time, in place (FSDP2).
 
-
-def shard(model: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
-    """Divide `model` among all processes, a few blocks at a time, in place (FSDP2).
-
-    If it comes on the CPU, no device ever holds more than its share and those blocks. Products and
-    a micro-batch's gradients are in `dtype`, and gradients are summed in float32.
+    Products and a micro-batch's gradients are in the process's dtype, and gradients are summed in
+    float32. Raises UserError that names parameters without dimensions, which FSDP2 cannot divide.
     """
+    if not process.shards_model:
+        return
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+    scalars = [name for name, p in model.named_parameters() if p.dim() == 0]
+    if scalars:
+        raise UserError(
+            f"parallel=fsdp cannot divide {', '.join(scalars)}: parameters without dimensions; "
+            "give them the shape (1,), or use parallel=ddp"
+        )
     policy = MixedPrecisionPolicy(
-        param_dtype=None if dtype == torch.float32 else dtype,
+        param_dtype=None if process.dtype == torch.float32 else process.dtype,
         reduce_dtype=torch.float32,
         cast_forward_inputs=False,  # the rotary tables stay in float32
     )
-    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
-    blocks = list(model.blocks)
-    n = blocks_per_exchange(len(blocks), sum(p.numel() for p in blocks[0].parameters()))
+    mesh = init_device_mesh(process.device.type, (process.world_size,))
+    blocks = repeated_blocks(model)
+    largest = max((sum(p.numel() for p in block.parameters()) for block in blocks), default=0)
+    n = blocks_per_exchange(len(blocks), largest)
     for modules in (*(blocks[i : i + n] for i in range(0, len(blocks), n)), [model]):
         fully_shard(modules, mesh=mesh, mp_policy=policy)
         modules[0].set_gradient_divide_factor(1.0)  # a sum: losses are divided already
@@ -276,7 +338,7 @@ def shard(model: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
 def keep_gathered(model: nn.Module) -> None:
     """Hold the weights of a divided model, once gathered, from forward to backward: a third of the
     exchanges less, for memory of all its weights in `shard`'s dtype."""
-    for block in model.blocks:
+    for block in repeated_blocks(model):
         block.set_reshard_after_forward(False)
 
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
+from steady import UserError
 from steady.output import outlive_readers
 
 try:
@@ -35,14 +36,14 @@ def claim(out_dir: Path) -> None:
     the process alone: what it has started, and may outlive it, does not hold it. (flock's would be
     theirs too.)
 
-    Raises ValueError if nothing can be written there, or if another run does. From here on printing
+    Raises UserError if nothing can be written there, or if another run does. From here on printing
     never raises: what is begun must not end because nobody reads on.
     """
     outlive_readers()
     try:
         os.fsencode(out_dir).decode("utf-8")  # as torch.load wants it to be
     except UnicodeDecodeError:
-        raise ValueError(f"{str(out_dir)!r} is not UTF-8: use another name") from None
+        raise UserError(f"{str(out_dir)!r} is not UTF-8: use another name") from None
     try:
         out_dir.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=out_dir):
@@ -50,7 +51,7 @@ def claim(out_dir: Path) -> None:
         lock = os.open(out_dir / ".lock", os.O_RDWR | os.O_CREAT, 0o666)
     except OSError as error:
         reason = "it is a file, not a folder" if out_dir.is_file() else error.strerror
-        raise ValueError(f"cannot write to {out_dir}: {reason}") from None
+        raise UserError(f"cannot write to {out_dir}: {reason}") from None
     try:
         if fcntl is None:
             raise OSError(errno.ENOLCK, "this system has no locks")
@@ -58,7 +59,7 @@ def claim(out_dir: Path) -> None:
     except OSError as error:
         if error.errno in (errno.EACCES, errno.EAGAIN):
             holder = os.read(lock, 200).decode("utf-8", "replace") or "unknown"
-            raise ValueError(
+            raise UserError(
                 f"another process is writing to {out_dir} ({holder}): stop it first, or use "
                 "another folder"
             ) from None
@@ -74,12 +75,12 @@ def claim(out_dir: Path) -> None:
             left_behind.unlink(missing_ok=True)
 
 
-def hold(out_dir: Path) -> None:
+def hold_lock(out_dir: Path) -> None:
     """See that `out_dir`, if this process has claimed it, is still that folder. If it was moved or
     removed it is claimed anew, and what another run has left there since is set aside. (If only the
     lock was removed, and no other run has come since, the folder is locked again.)
 
-    Raises ValueError if another run is writing there now.
+    Raises UserError if another run is writing there now.
     """
     if out_dir not in held:
         return
@@ -91,7 +92,7 @@ def hold(out_dir: Path) -> None:
     if only_unlocked:
         return
     print(f"note: {out_dir} was moved or removed while this run wrote there: going on in a new one")
-    set_aside(out_dir)
+    archive_previous_run(out_dir)
 
 
 def is_still(path: Path, opened: int) -> bool:
@@ -101,7 +102,7 @@ def is_still(path: Path, opened: int) -> bool:
     return False
 
 
-def set_aside(out_dir: Path, names: Sequence[str] = FILES) -> None:
+def archive_previous_run(out_dir: Path, names: Sequence[str] = FILES) -> None:
     """Move an earlier run's files to a new folder in `out_dir`: `previous`, or where that is there
     already `previous-2` and so on. So no number of new runs destroys them."""
     found = [out_dir / name for name in names]
@@ -118,8 +119,8 @@ def set_aside(out_dir: Path, names: Sequence[str] = FILES) -> None:
         print(f"note: moved {names} to {aside}: this run does not go on from there")
 
 
-def last_set_aside(out_dir: Path) -> Path:
-    """The folder that `set_aside` made last; `previous` if it has made none."""
+def last_archived(out_dir: Path) -> Path:
+    """The folder that `archive_previous_run` made last; `previous` if it has made none."""
     found = {
         int(match[1] or 1): path
         for path in out_dir.glob("previous*")

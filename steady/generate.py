@@ -6,23 +6,20 @@ cache, V vocabulary.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
-
-from steady import hardware
-from steady.linear import compute_dtype
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-if TYPE_CHECKING:
-    from steady.tokenizer import Tokenizer
-
-    import numpy as np
-
-    from model import GPT, GPTConfig
+from model import GPT, GPTConfig
+from steady import UserError, hardware
+from steady.dataloader import DataSet, TokenFile
+from steady.loss import compute_dtype
+from steady.tokenizer import from_meta
 
 
 class KVCache:
@@ -89,7 +86,7 @@ class LayerCache(NamedTuple):
 def require_room(
     config: GPTConfig, n: int, prompt: int, new: int, dtype: torch.dtype, device: torch.device
 ) -> None:
-    """Raises ValueError if `device` cannot hold n samples of prompt + new tokens; nothing is
+    """Raises UserError if `device` cannot hold n samples of prompt + new tokens; nothing is
     allocated."""
     values = 2 * config.n_layer * config.n_kv_head * config.head_dim  # kept per token
     cache = dtype.itemsize * n * values * min(config.block_size, prompt + new)
@@ -97,7 +94,7 @@ def require_room(
     needed = (cache + tokens + 3 * 4 * n * config.vocab_size) / 2**30  # logits, sorted, cumulative
     machine_gib = hardware.machine_memory_gib(device)
     if needed > machine_gib:
-        raise ValueError(
+        raise UserError(
             f"num_samples={n} with max_new_tokens={new} takes {needed:.1f} GiB, but {device} has "
             f"{machine_gib:.1f} GiB: use less of either"
         )
@@ -202,17 +199,23 @@ def as_cuda_graph(
     return replay
 
 
-def sample_while_training(model: GPT, prompt: np.ndarray, tokenizer: Tokenizer, seed: int) -> str:
-    """The text of `prompt` (T,) and 100 tokens after it.
+def sample_while_training(
+    model: GPT,
+    data: DataSet,
+    file: TokenFile,
+    autocast: contextlib.AbstractContextManager,
+    seed: int,
+) -> str:
+    """The text of the first 8 tokens of `file` and 100 tokens after them.
 
-    Neither CUDA graphs nor training's random numbers notice: the model runs uncompiled, and draws
-    come from a generator of their own.
+    It affects neither CUDA graphs nor training's random numbers: the model runs uncompiled, and
+    draws come from a generator of their own.
     """
-    device = model.lm_head.weight.device
-    tokens = torch.from_numpy(prompt.astype("int64"))[None].to(device)  # (1, T)
+    device, tokenizer = model.lm_head.weight.device, from_meta(data.tokenizer)
+    tokens = torch.from_numpy(file.beginning(8).astype("int64"))[None].to(device)  # (1, T)
     generator = torch.Generator(device).manual_seed(seed)
     model.eval()
-    with torch.compiler.set_stance("force_eager"):
+    with torch.compiler.set_stance("force_eager"), autocast:
         out = generate(
             model, tokens, 100, temperature=0.8, top_k=200, vocab_size=tokenizer.vocab_size,
             generator=generator,

@@ -8,10 +8,11 @@ import re
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from steady import UserError
 
 MEMORY_FOR_CUDA = 0.03  # share of a GPU's memory that CUDA and its libraries need for themselves
 MIN_BFLOAT16_WIDTH = 128  # of models that a CPU with instructions for it trains faster
@@ -47,7 +48,7 @@ def choose_device(name: str = "auto", local_rank: int | None = None) -> torch.de
     """The device called `name`, or for "auto" the best there is: cuda, then mps, then cpu.
 
     One of several processes on a machine gets the GPU with the number of its `local_rank`.
-    Raises ValueError when the name is unknown or the device is not there.
+    Raises UserError when the name is unknown or the device is not there.
     """
     if name == "auto":
         if torch.cuda.is_available():
@@ -56,12 +57,12 @@ def choose_device(name: str = "auto", local_rank: int | None = None) -> torch.de
             name = "mps" if torch.backends.mps.is_available() else "cpu"
     kind, _, index = name.partition(":")
     if kind not in ("cpu", "cuda", "mps"):
-        raise ValueError(f"unknown device {name!r}: use auto, cpu, cuda, cuda:N or mps")
+        raise UserError(f"unknown device {name!r}: use auto, cpu, cuda, cuda:N or mps")
     if local_rank is not None and kind != "cpu":
         if index or kind == "mps":
-            raise ValueError(f"device={name} cannot be shared by several processes: use cuda")
+            raise UserError(f"device={name} cannot be shared by several processes: use cuda")
         if local_rank >= torch.cuda.device_count():
-            raise ValueError(
+            raise UserError(
                 f"process {local_rank} of this machine has no GPU, there are "
                 f"{torch.cuda.device_count()}: use a smaller --nproc_per_node"
             )
@@ -71,7 +72,7 @@ def choose_device(name: str = "auto", local_rank: int | None = None) -> torch.de
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
         reason = str(error).splitlines()[0].split(". ")[0]
-        raise ValueError(
+        raise UserError(
             f"device {name!r} is not usable here: {reason}; python -m steady.environment says "
             "more, and --device=auto takes what there is"
         ) from None
@@ -128,13 +129,6 @@ def described(cpuinfo: Path) -> str:
         return ""
 
 
-def require_cuda(device: torch.device, **settings: bool | str) -> None:
-    """Raises ValueError for a setting that is on (not False) and needs a CUDA device."""
-    for name, value in settings.items():
-        if value and device.type != "cuda":
-            raise ValueError(f"{name}={value} needs a CUDA device, not {device}")
-
-
 def autocast(device: torch.device, dtype: torch.dtype) -> contextlib.AbstractContextManager:
     """The context to run forward passes in."""
     if dtype == torch.float32:
@@ -162,18 +156,6 @@ def peak_memory_gib(device: torch.device) -> float | None:
 def total_memory_gib(device: torch.device) -> float | None:
     """The memory of the GPU, in GiB; None on devices that do not say."""
     return torch.cuda.mem_get_info(device)[1] / 2**30 if device.type == "cuda" else None
-
-
-class Limits(NamedTuple):
-    """What of a run's speed and memory is compared with; None where it is not known."""
-
-    peak_flops: float | None  # of all devices together
-    memory_gib: float | None  # of this one
-
-
-def limits(device: torch.device, dtype: torch.dtype, devices: int) -> Limits:
-    """The limits of so many devices of this kind."""
-    return Limits(peak_flops(device, dtype, devices), total_memory_gib(device))
 
 
 def available_memory_gib(device: torch.device) -> float:
@@ -205,7 +187,7 @@ def machine_memory_gib(device: torch.device) -> float:
     return min(found) / 2**30
 
 
-def read_later(*scalars: Tensor) -> Callable[[], list[float]]:
+def to_host_async(*scalars: Tensor) -> Callable[[], list[float]]:
     """Start copying scalars from the device; the function returned gives their values. It waits for
     what computes them, but not for what the device has been given to do since."""
     numbers = torch.stack(scalars)
@@ -227,7 +209,7 @@ def prepare(device: torch.device, dtype: torch.dtype, width: int, block_size: in
         torch.set_float32_matmul_precision("high")  # TF32 for what stays in float32
     if device.type == "cpu":
         keep_freed_memory()
-    use_onednn(device, dtype, width, block_size)
+        use_onednn(device, dtype, width, block_size)
 
 
 def keep_freed_memory() -> None:
@@ -248,14 +230,18 @@ def use_onednn(
     cpuinfo: Path = Path("/proc/cpuinfo"),
 ) -> bool:
     """Compute float32 products on a CPU by oneDNN where that is faster (narrow models gain nothing)
-    and exact. Returns whether it does."""
-    if device.type != "cpu" or dtype != torch.float32 or width < 64:
+    and exact. Returns whether it does.
+
+    Where short contexts are slow in the fused attention kernel, attention is computed step by step,
+    in float32: that kernel multiplies small blocks, for which oneDNN is slow, and bfloat16 takes up
+    to five times as long.
+    """
+    if device.type != "cpu":
         return False
-    if not multiply_by_onednn(cpuinfo):
-        return False
-    # the fused attention kernel multiplies small blocks, for which oneDNN is slow
-    torch.backends.cuda.enable_flash_sdp(block_size > 256)  # it means CPUs as well
-    return True
+    multiplies = dtype == torch.float32 and width >= 64 and multiply_by_onednn(cpuinfo)
+    short = block_size <= (512 if dtype == torch.bfloat16 else 256 if multiplies else 0)
+    torch.backends.cuda.enable_flash_sdp(not short)  # this setting applies to CPUs too
+    return multiplies
 
 
 def multiply_by_onednn(cpuinfo: Path) -> bool:
@@ -280,16 +266,3 @@ def products_are_exact() -> bool:
     """Whether a float32 product on the CPU keeps more than bfloat16's digits."""
     a = torch.full((512, 512), 1 + 2**-12)  # 1.0 in bfloat16
     return bool(((a @ a).mean() - 512.25).abs() < 0.01)
-
-
-def cudnn_attention(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
-    """Whether cuDNN's attention is the fastest here: on Hopper and newer, in half precision
-    (measured on an H200, see dev/LOG.md)."""
-    return (
-        device.type == "cuda"
-        and dtype != torch.float32
-        and torch.backends.cudnn.is_available()
-        and torch.cuda.get_device_capability(device) >= (9, 0)
-        and head_dim % 8 == 0
-        and head_dim <= 128
-    )

@@ -10,17 +10,21 @@ N rows (B * T), C hidden size, V vocabulary.
 """
 
 import math
-from collections.abc import Sequence
-
-from steady.kernels import runs_kernels, tl, triton
-from steady.linear import compute_dtype
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from steady.kernels import runs_kernels, tl, triton
+
 IGNORE = -1  # targets of this value do not count
 CHUNK_ELEMENTS = 2**28  # logits held at a time: 512 MiB in bfloat16
+
+
+def compute_dtype(tensor: Tensor) -> torch.dtype:
+    """The dtype of matrix products of `tensor`: autocast's where it is on, else its own."""
+    device = tensor.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else tensor.dtype
 
 
 def linear_cross_entropy(
@@ -28,14 +32,14 @@ def linear_cross_entropy(
     weight: Tensor,
     targets: Tensor,
     chunk_elements: int = CHUNK_ELEMENTS,
-    sums: Sequence[Tensor] = (),
+    bias: Tensor | None = None,
 ) -> Tensor:
-    """Mean of `cross_entropy(hidden @ weight.T, targets)` over the targets that are not -1.
+    """Mean of `cross_entropy(hidden @ weight.T + bias, targets)` over the targets that are not -1.
 
     Args:
         hidden: (N, C). weight: (V, C). targets: (N,) int64.
         chunk_elements: logits to hold at a time; more is a little faster.
-        sums: one tensor to which backward adds the weight's gradient instead of returning it.
+        bias: (V,) or None.
 
     Returns a scalar in float32 (float64 for float64 inputs); 0 if no target counts. Matrix products
     run in autocast's dtype when it is on, everything between them in float32.
@@ -47,10 +51,10 @@ def linear_cross_entropy(
     if chunk > 1024:  # whole tiles of the matrix kernels; the last chunk may be smaller
         chunk = math.ceil(chunk / 256) * 256
     if torch.is_grad_enabled():
-        return _LinearCrossEntropy.apply(hidden, weight, targets, dtype, chunk, *sums)
-    weight = weight.to(dtype)
+        return _LinearCrossEntropy.apply(hidden, weight, targets, bias, dtype, chunk)
+    weight, bias = weight.to(dtype), None if bias is None else bias.to(dtype)
     parts = zip(hidden.to(dtype).split(chunk), targets.split(chunk), strict=True)
-    total = sum(_losses(_log_softmax(h @ weight.T), t).sum() for h, t in parts)
+    total = sum(_losses(_log_softmax(F.linear(h, weight, bias)), t).sum() for h, t in parts)
     return total / _count(targets)
 
 
@@ -123,11 +127,11 @@ if triton is not None:
 
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, weight, targets, dtype, chunk, *sums):
-        cast_weight = weight.to(dtype)
-        total, grad_weight, grad_hidden = 0.0, None, []
+    def forward(ctx, hidden, weight, targets, bias, dtype, chunk):
+        cast_weight, cast_bias = weight.to(dtype), None if bias is None else bias.to(dtype)
+        total, grad_weight, grad_bias, grad_hidden = 0.0, None, None, []
         for h, t in zip(hidden.to(dtype).split(chunk), targets.split(chunk), strict=True):
-            losses, grad = losses_and_gradient(h @ cast_weight.T, t)
+            losses, grad = losses_and_gradient(F.linear(h, cast_weight, cast_bias), t)
             total = total + losses.sum()
             grad_hidden.append(grad @ cast_weight)
             part = grad.T @ h
@@ -135,22 +139,26 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 grad_weight = part if len(t) == len(targets) else part.to(_accumulator(dtype))
             else:
                 grad_weight += part
+            if bias is not None:
+                part = grad.sum(dim=0, dtype=_accumulator(dtype))
+                grad_bias = part if grad_bias is None else grad_bias + part
             del grad, part  # or, where this is not compiled, two chunks would be held at a time
         count = _count(targets)
-        ctx.save_for_backward(torch.cat(grad_hidden), grad_weight, count)
-        ctx.dtypes, ctx.sums = (hidden.dtype, weight.dtype), sums
+        ctx.save_for_backward(torch.cat(grad_hidden), grad_weight, grad_bias, count)
+        ctx.dtypes = hidden.dtype, weight.dtype
         return total / count
 
     @staticmethod
+    @torch.autograd.function.once_differentiable
     def backward(ctx, grad_loss):
         # The division by the count waits until here, where it meets GradScaler's factor: on its own
         # it would make small gradients underflow in float16.
-        grad_hidden, grad_weight, count = ctx.saved_tensors
+        grad_hidden, grad_weight, grad_bias, count = ctx.saved_tensors
         scale = grad_loss / count
         hidden_dtype, weight_dtype = ctx.dtypes
         wide = _accumulator(grad_hidden.dtype)
         grad_hidden = (grad_hidden.to(wide) * scale).to(hidden_dtype)
         grad_weight = (grad_weight.to(wide) * scale).to(weight_dtype)
-        for total in ctx.sums:
-            total += grad_weight
-        return grad_hidden, None if ctx.sums else grad_weight, *[None] * (3 + len(ctx.sums))
+        if grad_bias is not None:
+            grad_bias = (grad_bias * scale).to(weight_dtype)
+        return grad_hidden, grad_weight, None, grad_bias, None, None

@@ -1,12 +1,17 @@
-"""AdamW and Muon, the gradients they read, clipping, and the learning-rate schedules."""
+"""AdamW and Muon, clipping, gradients that stay in place, and the learning-rate schedules.
+
+Any optimizer of torch's can take the place of ours.
+"""
 
 import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from steady import muon
+import torch
+from torch import Tensor, nn
+
+from steady import UserError, muon
 from steady.distributed import (
-    all_reduce_sum,
     is_sharded,
     local_shards,
     shard_from_local,
@@ -14,20 +19,25 @@ from steady.distributed import (
     total_norm,
 )
 from steady.kernels import compiled_if_possible
-
-import torch
-from torch import Tensor, nn
+from steady.recompute import repeated_blocks
 
 # at first, at last, and how many steps it rises for: more than a short run has (docs/choosing.md)
 MUON_MOMENTUM = 0.85, 0.95, 1500
-MUON_BY_HEAD = "q_proj", "k_proj", "v_proj"  # whose heads are made orthogonal one by one
 MUON_ELEMENTS = 2**26  # in matrices that are treated at once: bounds the memory for it
 IGNORE_SCALE = ("mps",)  # devices whose fused AdamW takes no notice of grad_scale and found_inf
 
 
 class AdamW(torch.optim.AdamW):
-    """torch's AdamW, on this process's shards where parameters are sharded (FSDP2): as plain
-    tensors, since every DTensor costs the host time."""
+    """torch's fused AdamW, which divides gradients by the clipping factor as it reads them.
+
+    On this process's shards where parameters are sharded (FSDP2): as plain tensors, since every
+    DTensor costs the host time.
+    """
+
+    def clip(self, divisor: Tensor, found_inf: Tensor) -> None:
+        """Divide the gradients by `divisor` in the next step, or with found_inf 1.0 change nothing.
+        (torch.amp.GradScaler uses these two attributes in the same way, and multiplies them in.)"""
+        self.grad_scale, self.found_inf = divisor, found_inf
 
     def _init_group(self, group: dict[str, Any], *lists: list[Tensor]) -> bool:
         has_complex = super()._init_group(group, *lists)
@@ -37,7 +47,7 @@ class AdamW(torch.optim.AdamW):
 
 
 class Stack(NamedTuple):
-    """n matrices of one kind, which Muon treats together; their own states are slices of these."""
+    """n matrices of one shape, which Muon updates together; their states are slices of these."""
 
     parameters: list[nn.Parameter]
     momentum: Tensor  # (n, rows, columns) that this process has
@@ -46,7 +56,7 @@ class Stack(NamedTuple):
 
 
 class Muon(AdamW):
-    """Muon for the groups that are marked `muon`, AdamW for the others (see muon.py).
+    """Muon for the group that is marked `muon`, AdamW for the others (see muon.py).
 
     head_dims: of the parameters whose heads are made orthogonal one by one, the rows of a head.
 
@@ -92,40 +102,46 @@ class Muon(AdamW):
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
         super().step()
-        if self.stacks[0].parameters[0].grad is None:  # clip_in_step has left them out
-            return
         group, device = self.muon_group, self.stacks[0].momentum.device
-        # tensors, since code compiled for numbers would be compiled anew for every new one
+        # tensors, since code compiled for numbers would be compiled again for every new one
         lr, momentum, decay = torch.tensor(
             [group["lr"], group["momentum"], group["lr"] * group["weight_decay"]]
         ).to(device, non_blocking=True)  # fmt: skip
-        # set by clip_in_step or GradScaler; fused AdamW reads the same two
-        divisor = getattr(self, "grad_scale", None)
+        divisor, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         divisor = torch.ones_like(lr) if divisor is None else divisor
-        found_inf = getattr(self, "found_inf", None)
         usable = torch.ones_like(lr) if found_inf is None else 1.0 - found_inf
-        for parameters, buffer, mean_square, head_dim in self.stacks:
-            weights = local_shards([p.data for p in parameters])
-            gradient = torch.stack(local_shards([p.grad for p in parameters]))
+        for parameters, all_buffers, all_squares, head_dim in self.stacks:
+            # a matrix without a gradient is left alone, as by torch's optimizers
+            present = [i for i, p in enumerate(parameters) if p.grad is not None]
+            if not present:
+                continue
+            buffer, mean_square = all_buffers, all_squares
+            if len(present) < len(parameters):
+                buffer, mean_square = all_buffers[present], all_squares[present]  # copies
+            used = [parameters[i] for i in present]
+            weights = local_shards([p.data for p in used])
+            gradient = torch.stack(local_shards([p.grad for p in used]))
             update = self.add_momentum(gradient, buffer, divisor, usable, momentum, self.dtype)
             del gradient
-            whole_rows = parameters[0].shape[0] if is_sharded(parameters[0]) else None
+            whole_rows = used[0].shape[0] if is_sharded(used[0]) else None
             update = muon.orthogonalise_together(update, head_dim, whole_rows)
             change = self.scale_rows(update, mean_square, usable, lr)
             torch._foreach_mul_(weights, 1.0 - usable * decay)
             torch._foreach_sub_(weights, change.unbind())
+            if len(present) < len(parameters):
+                all_buffers[present], all_squares[present] = buffer, mean_square
 
 
 def stackable(
     parameters: list[nn.Parameter], head_dims: dict[nn.Parameter, int]
 ) -> Iterator[tuple[list[nn.Parameter], int]]:
-    """Parameters of one shape, as many as Muon treats at once, and the rows of a head or 0."""
+    """Parameters of one shape, as many as Muon updates at once, and the rows of a head or 0."""
     kinds: dict[tuple[torch.Size, int], list[nn.Parameter]] = {}
     for parameter in parameters:
         kinds.setdefault((parameter.shape, head_dims.get(parameter, 0)), []).append(parameter)
-    for (shape, head_dim), alike in kinds.items():
-        n = max(1, MUON_ELEMENTS // shape.numel())
-        yield from ((alike[i : i + n], head_dim) for i in range(0, len(alike), n))
+    for (shape, head_dim), members in kinds.items():
+        n = max(1, MUON_ELEMENTS // max(1, shape.numel()))
+        yield from ((members[i : i + n], head_dim) for i in range(0, len(members), n))
 
 
 def build_optimizer(
@@ -134,30 +150,41 @@ def build_optimizer(
     compiled: bool = False,
     dtype: torch.dtype = torch.float32,
 ) -> AdamW:
-    """AdamW, or Muon for the blocks' matrices and AdamW for the rest, as `config` (train.py's
-    settings) says. Matrices and embeddings decay, norm weights do not.
+    """AdamW, or Muon for the matrices in the blocks and AdamW for the rest, as `config` (train.py's
+    settings) says. Parameters with two dimensions or more decay, others (norms, scales) do not.
 
-    compiled: whether Muon's elementwise work is compiled; dtype: what the model computes in.
+    compiled: whether Muon's elementwise work is compiled; dtype: of the model's matrix products.
 
-    The state is allocated now and not at the first step, so that what memory is left is known
-    before it.
+    The state is allocated now and not at the first step, so that the memory left for a step is
+    known. Raises UserError if there is nothing for Muon, or nothing to train.
     """
-    named = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    matrices = [name for name, p in named.items() if p.dim() == 2 and name.startswith("blocks.")]
-    if config["optimizer"] == "adamw":
-        matrices = []
-    others = [p for name, p in named.items() if name not in matrices]
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    evaluates = config.get("eval_only", False)
+    if not parameters and not evaluates:
+        raise UserError("all parameters are frozen (requires_grad=False): nothing to train")
+    uses_muon = config["optimizer"] == "muon" and not evaluates
+    matrices = hidden_matrices(model) if uses_muon else []
+    among = set(matrices)
+    others = [p for p in parameters if p not in among]
     groups = [
         {"params": [p for p in others if p.dim() >= 2], "weight_decay": config["weight_decay"]},
         {"params": [p for p in others if p.dim() < 2], "weight_decay": 0.0},
     ]
     rates = {"lr": config["learning_rate"], "betas": (config["beta1"], config["beta2"])}
-    if matrices:
-        inner = {"params": [named[name] for name in matrices], "muon": True}
-        groups.insert(0, inner | {"weight_decay": config["weight_decay"]})
-        of_heads = [p for name, p in named.items() if name.split(".")[-2] in MUON_BY_HEAD]
-        head_dims = dict.fromkeys(of_heads, model.config.head_dim)
-        optimizer = Muon(groups, head_dims, compiled, dtype, **rates, fused=True)
+    if uses_muon:
+        if not matrices:
+            raise UserError(
+                "optimizer=muon found no matrix to train in an nn.ModuleList or nn.Sequential of "
+                "the model: use --optimizer=adamw"
+            )
+        inner = {"params": matrices, "muon": True, "weight_decay": config["weight_decay"]}
+        head_dims = {
+            layer.weight: layer.head_dim
+            for layer in model.modules()
+            if hasattr(layer, "head_dim") and getattr(layer, "weight", None) in among
+            if len(layer.weight) % layer.head_dim == 0
+        }
+        optimizer = Muon([inner, *groups], head_dims, compiled, dtype, **rates, fused=True)
     else:
         optimizer = AdamW(groups, **rates, fused=True)
     for parameter in others:
@@ -169,23 +196,45 @@ def build_optimizer(
     return optimizer
 
 
+def hidden_matrices(model: nn.Module) -> list[nn.Parameter]:
+    """The trained two-dimensional parameters in the model's blocks, except for embeddings."""
+    tables = {m.weight for m in model.modules() if isinstance(m, nn.Embedding)}
+    found = {
+        p: None
+        for block in repeated_blocks(model)
+        for p in block.parameters()
+        if p.dim() == 2 and p.requires_grad and p not in tables
+    }
+    return list(found)
+
+
 def all_parameters(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
     """The parameters of all groups, in the order of the optimizer's state."""
     return [p for group in optimizer.param_groups for p in group["params"]]
 
 
-@torch.no_grad()
-def load_state(optimizer: AdamW, saved: dict[str, Any]) -> None:
-    """Copy a checkpoint's optimizer state; betas, weight decay and so on stay today's.
+def kind_of(optimizer: torch.optim.Optimizer) -> str:
+    """The optimizer as checkpoints name it: adamw and muon are ours, others have torch's name."""
+    return type(optimizer).__name__.lower() if isinstance(optimizer, AdamW) else (
+        f"torch's {type(optimizer).__name__}")  # fmt: skip
 
-    Raises ValueError if it is another optimizer's, or other parameters'.
+
+@torch.no_grad()
+def load_state(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
+    """Load a checkpoint's optimizer state; betas, weight decay and so on stay today's.
+
+    Raises UserError if it is of another optimizer, or of other parameters.
     """
     parameters, states = all_parameters(optimizer), saved.get("state", {})
     first = states.get(0) if isinstance(states.get(0), dict) else {}
-    was = "muon" if "momentum" in first else "adamw"
-    now = "muon" if isinstance(optimizer, Muon) else "adamw"
-    if first and was != now:
-        raise ValueError(f"it was trained with optimizer={was}: go on with --optimizer={was}")
+    was = saved.get("kind") or ("muon" if "momentum" in first else "adamw")
+    now = kind_of(optimizer)
+    if was != now and (states or "kind" in saved):
+        raise UserError(f"it was trained with optimizer={was}, not {now}: continue with that one")
+    if not isinstance(optimizer, AdamW):
+        settings = optimizer.state_dict()["param_groups"]
+        optimizer.load_state_dict({"state": states, "param_groups": settings})
+        return
     for i, parameter in enumerate(parameters):
         state = optimizer.state[parameter]
         try:
@@ -193,101 +242,61 @@ def load_state(optimizer: AdamW, saved: dict[str, Any]) -> None:
         except (KeyError, TypeError, AttributeError):
             found = {}
         if found != {name: tensor.shape for name, tensor in state.items()}:
-            raise ValueError(f"optimizer state of parameter {i} is missing or of another shape")
+            raise UserError(f"optimizer state of parameter {i} is missing or of another shape")
         for name, tensor in state.items():
             tensor.copy_(shard_like(states[i][name], tensor))
     if len(states) != len(parameters):
-        raise ValueError(f"optimizer state of {len(states)} parameters, not {len(parameters)}")
+        raise UserError(f"optimizer state of {len(states)} parameters, not {len(parameters)}")
 
 
-class Gradients:
-    """Where gradients lie, how they are summed over the processes, and how they are cleared.
+class StaticGradients:
+    """Gradients that stay in place from step to step, as CUDA graphs need (F01): the gradients that
+    a graph's backward returns lie in memory which its next replay overwrites. (Marking steps or
+    cloning activations, the usual advice, does not help.)
 
-    Kept gradients are parts of one tensor, allocated once and cleared with zeros; the layers in
-    linear.py add to them as they multiply. CUDA graphs need that: the gradients that a graph's
-    backward returns lie in memory which its next replay overwrites. (Marking steps or cloning
-    activations, the usual advice, does not help.)
-
-    The parameters are listed once, here: FSDP2 swaps those of the model during a step.
+    A parameter that never gets a gradient keeps None. One that has had a gradient keeps a tensor,
+    zero in steps without one.
     """
 
-    def __init__(self, model: nn.Module, summed: bool, keep: bool = False):
-        self.parameters = [p for p in model.parameters() if p.requires_grad]
-        self.adding = [layer for layer in model.modules() if hasattr(layer, "adds_to_grad")]
-        self.device = next(model.parameters()).device
-        self.summed, self.kept, self.flat = summed, False, None
-        self.keep(keep)
+    def __init__(self, parameters: list[nn.Parameter], enabled: bool):
+        self.parameters = parameters if enabled else []
+        self.kept: dict[nn.Parameter, Tensor] = {}
 
-    def keep(self, keep: bool) -> None:
-        """Whether gradients are kept from now on; decide before compiling."""
-        if keep == self.kept:
-            return
-        self.kept = False  # until there is memory for them
-        self.clear()
-        if keep:
-            self.join()
-            if self.device.type == "cuda":  # or CUDA graphs would add to copies
-                for part in self.parts:
-                    torch._dynamo.mark_static_address(part)
-        for layer in self.adding:
-            layer.adds_to_grad = keep
-        self.kept = keep
-
-    def join(self) -> None:
-        """Move all gradients, or zeros if there are none, into one tensor, of which every .grad is
-        a part then."""
-        sizes = [p.numel() for p in self.parameters]
-        found = [p.grad.flatten() for p in self.parameters if p.grad is not None]
-        self.flat = torch.cat(found) if found else torch.zeros(sum(sizes), device=self.device)
-        parts = zip(self.parameters, self.flat.split(sizes), strict=True)
-        # .data, or autograd would take a change of one part for a change of all
-        self.parts = [part.view_as(parameter).data for parameter, part in parts]
-        self.attach()
-
-    def attach(self) -> None:
-        for parameter, part in zip(self.parameters, self.parts, strict=True):
-            parameter.grad = part
-
-    def flatten(self) -> None:
-        """Where processes sum gradients, have them in one tensor: one exchange sums them all."""
-        if self.summed and not self.kept:
-            self.join()
-
-    def sum_over_processes(self) -> None:
-        """Call after a step's last micro-step. (FSDP2 sums gradients by itself.)"""
-        self.flatten()
-        if self.summed:
-            all_reduce_sum(self.flat)
-
-    def clear(self) -> None:
-        """Make ready for the next step."""
-        if self.kept:
-            self.flat.zero_()
-            self.attach()  # if somebody has called optimizer.zero_grad(), which sets them to None
-            return
-        self.flat = self.parts = None
+    def keep(self) -> None:
+        """Call after every backward pass."""
         for parameter in self.parameters:
-            parameter.grad = None
+            gradient, own = parameter.grad, self.kept.get(parameter)
+            if gradient is None or gradient is own:
+                continue
+            if own is None:
+                own = self.kept[parameter] = gradient.clone()
+            else:  # somebody has called zero_grad(), which sets gradients to None
+                own.copy_(gradient)
+            parameter.grad = own
 
 
-def clip_in_step(optimizer: torch.optim.Optimizer, limit: float) -> Tensor:
-    """Have fused AdamW's next step scale the gradients down to a norm of `limit` (0: no limit) as
-    it reads them, and change nothing where they are not finite; `optimizer.skipped` becomes the
-    number of such steps in a row. Another optimizer's are scaled now, or taken away. Returns the
-    gradients' norm (scalar)."""
-    gradients = [parameter.grad for parameter in all_parameters(optimizer)]
+@torch.no_grad()
+def clip_gradients(optimizer: torch.optim.Optimizer, limit: float) -> Tensor:
+    """Scale the gradients down to a norm of `limit` (0: no limit); where they are not finite, let
+    the next step change nothing. Returns the norm before (scalar).
+
+    Our optimizers do both as they read the gradients. For others, gradients are scaled here, or
+    removed, since a parameter without a gradient is left alone.
+    """
+    parameters = all_parameters(optimizer)
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    if not gradients:
+        return torch.zeros((), device=parameters[0].device)
     grad_norm = total_norm(gradients)
     divisor = (grad_norm / (limit or math.inf)).clamp(min=1.0)
     found_inf = (~grad_norm.isfinite()).float()
-    optimizer.skipped = (getattr(optimizer, "skipped", 0) + 1) * found_inf
-    if grad_norm.device.type in IGNORE_SCALE or not isinstance(optimizer, AdamW):
-        for gradient in gradients:
-            gradient.div_(divisor)
-        if found_inf:  # waits for the device
-            optimizer.zero_grad()  # without gradients a step changes nothing
-    else:
-        optimizer.grad_scale = divisor
-        optimizer.found_inf = found_inf
+    if isinstance(optimizer, AdamW) and grad_norm.device.type not in IGNORE_SCALE:
+        optimizer.clip(divisor, found_inf)
+        return grad_norm
+    for gradient in gradients:
+        gradient.div_(divisor)
+    if found_inf:  # waits for the device
+        optimizer.zero_grad()
     return grad_norm
 
 
@@ -327,11 +336,12 @@ def decay_start(config: dict[str, Any]) -> int | None:
     return max(config["warmup_iters"], end - round(config["decay_fraction"] * end))
 
 
-def set_schedule(optimizer: AdamW, step: int, config: dict[str, Any]) -> float:
-    """Have `optimizer` use step `step`'s momentum and learning rate, which is returned."""
+def set_schedule(optimizer: torch.optim.Optimizer, step: int, config: dict[str, Any]) -> float:
+    """Set `optimizer`'s learning rate, and Muon's momentum, for step `step`; returns the rate."""
     lr = learning_rate_at(step, config)
     first, last, steps = MUON_MOMENTUM
     for group in optimizer.param_groups:
         group["lr"] = lr
-        group["momentum"] = first + (last - first) * min(1.0, step / steps)
+        if group.get("muon"):
+            group["momentum"] = first + (last - first) * min(1.0, step / steps)
     return lr

@@ -6,19 +6,6 @@ import os
 import sys
 
 
-def open_closed_streams() -> None:
-    """Point standard streams that are closed (`>&-`) at nothing: else the next file that is opened,
-    a checkpoint perhaps, gets the number 1, and all that libraries print."""
-    for number in range(3):
-        try:
-            os.fstat(number)
-        except OSError:
-            os.open(os.devnull, os.O_RDWR)  # gets the lowest number that is free: this one
-    for name, number in (("stdout", 1), ("stderr", 2)):
-        if getattr(sys, name) is None:  # Python found it closed
-            setattr(sys, name, open(number, "w", encoding="utf-8", closefd=False))
-
-
 def outlive_readers() -> None:
     """From here on printing never raises: what stdout does not take goes to stderr, and what that
     does not take is lost."""

@@ -21,14 +21,13 @@ from concurrent.futures import BrokenExecutor, ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from steady import textfiles
-from steady.folder import claim, whole_file
-from steady.shuffle import scramble
-from steady.tokenizer import CharTokenizer, Tokenizer, code_points, named
-
 import numpy as np
 
 from configurator import configure
+from steady import UserError, textfiles
+from steady.folder import claim, whole_file
+from steady.shuffle import scramble
+from steady.tokenizer import CharTokenizer, Tokenizer, code_points, load_tokenizer
 
 SPLITS = ("train", "val")
 FILES = (*(f"{split}.bin" for split in SPLITS), "meta.json")  # of a data set
@@ -117,7 +116,7 @@ def complete(folder: Path, tokenizer: Tokenizer) -> dict[str, int]:
         if counts[split] <= (tokenizer.end_of_text is not None):  # one text, and nothing in it
             for name in SPLITS:
                 (folder / f"{name}.bin.tmp").unlink()
-            raise ValueError(
+            raise UserError(
                 f"the {split} split of {folder} would be empty: use more text, or another "
                 "--val_fraction"
             )
@@ -152,7 +151,7 @@ def prepare_hub_dataset(namespace: dict[str, Any]) -> None:
     """All that a data set's prepare.py does with its `globals()` and the command line."""
     config = configure(namespace, base=__file__, positional="")
     folder = config.pop("out") or Path(namespace["__file__"]).parent
-    prepare_from_hub(folder, named(config.pop("tokenizer")), **config)
+    prepare_from_hub(folder, load_tokenizer(config.pop("tokenizer")), **config)
 
 
 def prepare_from_hub(
@@ -176,12 +175,12 @@ def prepare_from_hub(
         max_tokens: of the training set, from its beginning; 0: all. With streaming nothing more
             than that (and the rest of a shard) is read.
 
-    Raises ValueError, one line, when the data cannot be had or the disk is too small.
+    Raises UserError, one line, when the data cannot be had or the disk is too small.
     """
     folder = Path(folder)
     dataset = load(path, name, revision, num_proc, streaming)
     if "text" not in (dataset.column_names or ["text"]):
-        raise ValueError(f"{path} has no column text, only {', '.join(dataset.column_names)}")
+        raise UserError(f"{path} has no column text, only {', '.join(dataset.column_names)}")
     n_shards = dataset.num_shards if streaming else math.ceil(len(dataset) / DOCUMENTS_PER_SHARD)
     source = {
         "path": path, "name": name, "revision": revision, "val_fraction": val_fraction,
@@ -205,9 +204,9 @@ def prepare_from_files(
 ) -> None:
     """Write train.bin, val.bin and meta.json of the texts in files (see steady/textfiles.py).
 
-    tokenizer: as `named` takes it, or char, for which all is read twice.
+    tokenizer: as `load_tokenizer` takes it, or char, for which all is read twice.
 
-    Raises ValueError, one line, for a file that cannot be read and, unless `skip_bad_rows`, for the
+    Raises UserError, one line, for a file that cannot be read and, unless `skip_bad_rows`, for the
     first row without text.
     """
     folder, groups = Path(folder), textfiles.plan(paths)
@@ -220,7 +219,7 @@ def prepare_from_files(
                     seen[code_points(text)] = True
         chosen: Tokenizer = CharTokenizer("".join(map(chr, np.flatnonzero(seen))))
     else:
-        chosen = named(tokenizer)
+        chosen = load_tokenizer(tokenizer)
     source = {
         "files": [[str(p), p.stat().st_size, p.stat().st_mtime_ns] for p in paths],
         "column": column, "val_fraction": val_fraction, "shards": len(groups),
@@ -264,7 +263,7 @@ def write_in_shards(
         if other == ["skip_bad_rows"] and source.get("skip_bad_rows"):
             other = []  # the shards that are there had no bad row
         if other and before is not None and any(shards.glob("*.train.bin")):
-            raise ValueError(
+            raise UserError(
                 f"{shards} holds parts made with other {', '.join(other)} (what an interrupted run "
                 "has left): delete it to begin anew"
             )
@@ -278,7 +277,7 @@ def write_in_shards(
         size, share = max_tokens * width, 1.0
     needed, free = size * share + size, shutil.disk_usage(folder).free
     if needed > free:
-        raise ValueError(
+        raise UserError(
             f"{folder} needs about {needed / 2**30:.1f} GiB, but {free / 2**30:.1f} are free: make "
             "room, or use --out=FOLDER on another disk"
         )
@@ -308,7 +307,7 @@ def write_in_shards(
                 whole.truncate(left)
     try:
         complete(folder, tokenizer)
-    except ValueError:
+    except UserError:
         shutil.rmtree(shards)  # parts of nothing: they would stand in the way of more text
         raise
     skipped = [path.read_text(encoding="utf-8") for path in sorted(shards.glob("*.skipped"))]
@@ -329,11 +328,11 @@ def run_jobs(write: Callable, jobs: list[tuple], num_proc: int, description: str
         try:
             for _ in progress(pool.map(write, jobs), len(jobs), description):
                 pass
-        except ValueError as error:  # raised again here, it is printed without a trace
+        except UserError as error:  # raised again here, it is printed without a trace
             pool.shutdown(cancel_futures=True)
-            raise ValueError(str(error)) from None
+            raise UserError(str(error)) from None
         except BrokenExecutor:
-            raise ValueError(
+            raise UserError(
                 "a process that tokenizes was killed, for want of memory perhaps: the same command "
                 "goes on from what is done; use a smaller --num_proc"
             ) from None
@@ -367,7 +366,7 @@ def load(path: str, name: str, revision: str, num_proc: int, streaming: bool) ->
         )
     except Exception as error:  # the hub's libraries raise many kinds; the reason is what counts
         reason = str(error).strip().splitlines() or [type(error).__name__]
-        raise ValueError(
+        raise UserError(
             f"cannot load {path} ({reason[0]}): connect to the Hugging Face hub, or pass "
             "--path=FOLDER with a copy of the repository"
         ) from None

@@ -14,9 +14,6 @@ import torch
 from torch import nn
 from torch.utils import checkpoint
 
-# Compiling what is recomputed warns of in-place operations, whether there are any or not.
-logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
-
 # What `selective` keeps: attention's kernels, and dropout, which must not be drawn a second time.
 KEPT = frozenset((
     torch.ops.aten.native_dropout.default,
@@ -27,34 +24,44 @@ KEPT = frozenset((
 ))  # fmt: skip
 
 
+def repeated_blocks(model: nn.Module) -> list[nn.Module]:
+    """The entries of the model's own nn.ModuleLists and nn.Sequentials: the layers that repeat."""
+    containers = [m for m in model.children() if isinstance(m, nn.ModuleList | nn.Sequential)]
+    return [block for container in containers for block in container]
+
+
 def use_activation_checkpointing(model: nn.Module, kind: str) -> None:
     """Have every block of `model` recompute as `kind` says: none, selective or block.
 
     Decide before compiling. A forward pass without gradients keeps nothing in any case.
     """
-    for block in model.blocks:
-        forward = type(block).forward
+    # Compiling what is recomputed warns of in-place operations, whether there are any or not.
+    logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
+    for block in repeated_blocks(model):
+        if getattr(block.forward, "__func__", None) in (run_checkpointed, keep_attention):
+            del block.forward  # undo an earlier call
         # With dropout, `block` does what `selective` does: attention that is recomputed inside
         # compiled code would draw from a generator that torch.manual_seed does not reach.
-        if kind == "block" and not block.dropout.p:
-            forward = run_checkpointed
+        drops = any(isinstance(m, nn.Dropout) and m.p for m in block.modules())
+        if kind == "block" and not drops:
+            block.forward = MethodType(run_checkpointed, block)
         elif kind != "none":
-            forward = keep_attention
-        block.forward = MethodType(forward, block)
+            block.forward = MethodType(keep_attention, block)
 
 
-def keep_attention(block: nn.Module, *inputs: Any) -> torch.Tensor:
+def keep_attention(block: nn.Module, *inputs: Any, **named: Any) -> Any:
     """A block's forward pass, in backward recomputed around what attention returned."""
     contexts = partial(checkpoint.create_selective_checkpoint_contexts, keep_or_recompute)
-    return run_checkpointed(block, *inputs, context_fn=contexts)
+    return run_checkpointed(block, *inputs, context_fn=contexts, **named)
 
 
-def run_checkpointed(block: nn.Module, *inputs: Any, **options: Any) -> torch.Tensor:
+def run_checkpointed(block: nn.Module, *inputs: Any, **named: Any) -> Any:
     """A block's forward pass, recomputed in backward if there will be one."""
     forward = type(block).forward
     if not torch.is_grad_enabled():
-        return forward(block, *inputs)
-    return checkpoint.checkpoint(forward, block, *inputs, use_reentrant=False, **options)
+        named.pop("context_fn", None)
+        return forward(block, *inputs, **named)
+    return checkpoint.checkpoint(forward, block, *inputs, use_reentrant=False, **named)
 
 
 def keep_or_recompute(

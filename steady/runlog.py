@@ -12,11 +12,10 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from steady import output
-from steady.folder import hold, whole_file
-from steady.hardware import Limits
-
 from configurator import architecture_note, batch_note, read_settings, resolve, schedule_note
+from steady import UserError, hardware, output
+from steady.distributed import ALONE, Process
+from steady.folder import hold_lock, whole_file
 
 
 class RunLog:
@@ -34,7 +33,7 @@ class RunLog:
         self.path, self.quiet = out_dir / "metrics.jsonl", quiet
         self.keeps_metrics = not (quiet or config["eval_only"])
         self.missed_metrics = self.cut_short = False  # at all; in the last line
-        self.began, self.total_gib = time.monotonic(), None
+        self.began, self.process = time.monotonic(), ALONE
         if self.keeps_metrics:
             # where the run ended it evaluated, and does not do so again if it goes on between two
             interval = config["eval_interval"]
@@ -106,25 +105,21 @@ class RunLog:
                 self.line(note)
 
     def start_clock(
-        self, iter_num: int, tokens_per_iter: int, flops_per_token: int, limits: Limits
+        self, iter_num: int, tokens_per_iter: int, flops_per_token: int, process: Process
     ) -> None:
-        """The loop begins."""
-        self.tokens_per_iter = tokens_per_iter
+        """The loop begins, in so many processes on such devices."""
+        self.tokens_per_iter, self.process = tokens_per_iter, process
         self.flops_per_iter = flops_per_token * tokens_per_iter
-        self.peak_flops, self.total_gib = limits.peak_flops, limits.memory_gib
+        self.peak_flops = hardware.peak_flops(process.device, process.dtype, process.world_size)
         self.restart_clock(iter_num)
 
     def restart_clock(self, iter_num: int) -> None:
         """What came before is not training time."""
         self.timed_from, self.timed_iter = time.perf_counter(), iter_num
 
-    def step(
-        self, iter_num: int, loss: float, lr: float, grad_norm: float, memory_gib: float | None
-    ) -> None:
-        """Log a training step; times are means over the iterations since the last call.
-
-        memory_gib: the most GPU memory so far, None if not known.
-        """
+    def step(self, iter_num: int, loss: float, lr: float, grad_norm: float) -> None:
+        """Log a training step; times are means over the iterations since the last call."""
+        memory_gib = hardware.peak_memory_gib(self.process.device)
         passed = max(time.perf_counter() - self.timed_from, 1e-9)
         seconds = passed / (iter_num + 1 - self.timed_iter)
         self.restart_clock(iter_num + 1)
@@ -154,10 +149,16 @@ class RunLog:
         self.line(" | ".join(parts))
         if self.bar is not None:
             state = f"loss {loss:.4f}"
-            if memory_gib is not None and self.total_gib is not None:
-                state += f", {memory_gib:.1f} of {self.total_gib:.1f} GiB"
+            if memory_gib is not None:
+                total_gib = hardware.total_memory_gib(self.process.device)
+                state += f", {memory_gib:.1f} of {total_gib:.1f} GiB"
             self.bar.set_postfix_str(state, refresh=False)
         self.write(entry)
+
+    def sample(self, iter_num: int, text: str) -> None:
+        """Print a sample; drawing it was not training time."""
+        self.line(f"iter {iter_num:6d} | sample: {text!r}")
+        self.restart_clock(iter_num)
 
     def evaluation(self, entry: dict[str, Any], seconds: float, best: bool) -> None:
         """Log an evaluation: iter, train_loss and val_loss; how long it took, whether it is the
@@ -176,11 +177,11 @@ class RunLog:
         }
         if self.keeps_metrics:
             try:
-                hold(self.path.parent)
+                hold_lock(self.path.parent)
                 with open(self.path, "a", encoding="utf-8") as file:
                     file.write("\n" * self.cut_short + json.dumps(entry) + "\n")
                 self.cut_short = False
-            except (OSError, ValueError) as error:  # a full disk, perhaps: no reason to stop
+            except (OSError, UserError) as error:  # a full disk, perhaps: no reason to stop
                 if not self.missed_metrics:
                     self.line(f"warning: {self.path} is not complete: {error}")
                 self.missed_metrics = self.cut_short = True

@@ -13,6 +13,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, NamedTuple
 
+from steady import UserError
+
 PART_BYTES = 2**26  # of input; a part takes seconds to minutes
 READ_BYTES = 2**22  # read at a time
 GOLDEN = 0.618034  # its multiples spread evenly: rows of many small files are held out too
@@ -52,14 +54,14 @@ def files_matching(pattern: str) -> list[Path]:
 def plan(paths: list[Path]) -> list[list[Part]]:
     """The parts of all files, grouped so that a group has PART_BYTES or is a single part.
 
-    Raises ValueError that names a file that cannot be read.
+    Raises UserError that names a file that cannot be read.
     """
     groups: list[list[Part]] = []
     for i, path in enumerate(paths):
         try:
             parts = list(parts_of(path, i * GOLDEN % 1))
         except Exception as error:
-            raise ValueError(f"cannot read {path}: {error}") from None
+            raise UserError(f"cannot read {path}: {error}") from None
         for part in parts:
             if not groups or sum(p.size for p in groups[-1]) + part.size > PART_BYTES:
                 groups.append([])
@@ -125,14 +127,14 @@ def documents(
                 raise BadRow(f"{where} (--skip_bad_rows=True leaves such rows out)")
             skipped.append(where)
     except BadRow as error:
-        raise ValueError(str(error)) from None
+        raise UserError(str(error)) from None
     except UnicodeDecodeError as error:
-        raise ValueError(f"cannot read {part.path} as UTF-8 text: {error}") from None
+        raise UserError(f"cannot read {part.path} as UTF-8 text: {error}") from None
     except (OSError, EOFError, ValueError, zlib.error) as error:  # not gzip, damaged, not parquet
-        raise ValueError(f"cannot read {part.path}: {error}") from None
+        raise UserError(f"cannot read {part.path}: {error}") from None
 
 
-class BadRow(ValueError):
+class BadRow(Exception):
     """A row that holds no text."""
 
 

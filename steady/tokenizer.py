@@ -7,6 +7,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from steady import UserError
+
 
 class Tokenizer(Protocol):
     """What every tokenizer offers. `meta()` is JSON; `end_of_text` is an id, or None.
@@ -46,14 +48,14 @@ class CharTokenizer:
         return cls("".join(sorted(set(text))))
 
     def encode(self, text: str) -> list[int]:
-        """Raises ValueError that names the characters outside the alphabet."""
+        """Raises UserError that names the characters outside the alphabet."""
         return self.encode_array(text).tolist()
 
     def encode_array(self, text: str) -> np.ndarray:
         ids = self.table.take(code_points(text), mode="clip")  # beyond the end: its last, -1
         if len(ids) and ids.min() < 0:
             unknown = "".join(sorted(set(text) - self.ids.keys()))
-            raise ValueError(
+            raise UserError(
                 f"the character tokenizer does not know {unknown!r}; "
                 f"it was trained on these characters only: {self.alphabet!r}"
             )
@@ -97,9 +99,9 @@ class GPT2Tokenizer:
 
             self.encoding = tiktoken.get_encoding("gpt2")
         except ImportError:
-            raise ValueError("the gpt2 tokenizer needs tiktoken: pip install tiktoken") from None
+            raise UserError("the gpt2 tokenizer needs tiktoken: pip install tiktoken") from None
         except (OSError, ValueError) as error:  # requests' errors are OSErrors
-            raise ValueError(
+            raise UserError(
                 "tiktoken could not load GPT-2's two vocabulary files (it downloads them at first "
                 "use): connect once, or set TIKTOKEN_CACHE_DIR to a folder that holds them "
                 f"({type(error).__name__})"
@@ -122,11 +124,11 @@ class HFTokenizer:
         try:
             from tokenizers import Tokenizer
         except ImportError:
-            raise ValueError("this tokenizer needs tokenizers: pip install tokenizers") from None
+            raise UserError("this tokenizer needs tokenizers: pip install tokenizers") from None
         try:
             self.tokenizer = Tokenizer.from_str(content)
         except Exception as error:
-            raise ValueError(f"this is no tokenizer.json: {error}") from None
+            raise UserError(f"this is no tokenizer.json: {error}") from None
         self.tokenizer.no_truncation()  # many files ask for both, for a model's inputs
         self.tokenizer.no_padding()
         self.content, self.end_of_text = content, end_of_text
@@ -136,7 +138,7 @@ class HFTokenizer:
         try:
             return self.tokenizer.encode(text, add_special_tokens=False).ids
         except Exception as error:  # a vocabulary without a token for what it does not know
-            raise ValueError(
+            raise UserError(
                 f"the tokenizer does not know all of {reprlib.repr(text)}: {error}"
             ) from None
 
@@ -167,7 +169,7 @@ def find_folder(source: str, patterns: list[str]) -> Path:
     """The folder `source`, or the hub's repository of that name, its files of these patterns
     downloaded to the hub's cache.
 
-    Raises ValueError when there is neither.
+    Raises UserError when there is neither.
     """
     if Path(source).is_dir():
         return Path(source)
@@ -176,10 +178,10 @@ def find_folder(source: str, patterns: list[str]) -> Path:
 
         return Path(snapshot_download(source, allow_patterns=patterns))
     except ImportError:
-        raise ValueError(f"no folder {source}; for the hub: pip install huggingface_hub") from None
+        raise UserError(f"no folder {source}; for the hub: pip install huggingface_hub") from None
     except Exception as error:  # the hub's library has many kinds; each has its reason
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise ValueError(
+        raise UserError(
             f"{source} is neither a folder nor a model that the Hugging Face hub gives: {reason}"
         ) from None
 
@@ -195,15 +197,15 @@ def hf_tokenizer_meta(folder: Path) -> dict[str, Any]:
             config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
             end_of_text = config.get("eos_token_id")
         except (ValueError, AttributeError, RecursionError) as error:
-            raise ValueError(f"{folder / 'config.json'} cannot be read: {error}") from None
+            raise UserError(f"{folder / 'config.json'} cannot be read: {error}") from None
     if isinstance(end_of_text, list):  # several end a turn of a chat; the first ends a text
         end_of_text = end_of_text[0] if end_of_text else None
     try:
         tokenizer = HFTokenizer(path.read_text(encoding="utf-8"), end_of_text)
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from None
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from None
     if end_of_text is not None and end_of_text not in range(tokenizer.vocab_size):
-        raise ValueError(
+        raise UserError(
             f"{folder / 'config.json'}: eos_token_id={end_of_text!r} is no id of the tokenizer's "
             f"{tokenizer.vocab_size}"
         )
@@ -270,15 +272,15 @@ def byte_pairs(ranks: dict[bytes, int]) -> list[tuple[bytes, bytes]]:
     return pairs
 
 
-def named(name: str) -> Tokenizer:
+def load_tokenizer(name: str) -> Tokenizer:
     """The tokenizer that a prepare script's --tokenizer names: gpt2, byte, or hf:PATH_OR_HUB_ID."""
     if name.startswith("hf:") and name != "hf:":
         meta = hf_tokenizer_meta(find_folder(name[3:], ["*.json"]))
         if not meta:
-            raise ValueError(f"{name[3:]} has no tokenizer.json")
+            raise UserError(f"{name[3:]} has no tokenizer.json")
         return from_meta(meta)
     if name not in ("gpt2", "byte"):
-        raise ValueError(
+        raise UserError(
             f"unknown tokenizer={name!r}: use gpt2, byte, hf:PATH_OR_HUB_ID, or for "
             "text of your own char"
         )
@@ -286,25 +288,25 @@ def named(name: str) -> Tokenizer:
 
 
 def check_meta(meta: Any, source: str, whole: bool = False) -> None:
-    """Raises ValueError that names `source` and the key if `meta` is not what meta.json may be.
+    """Raises UserError that names `source` and the key if `meta` is not what meta.json may be.
 
     whole: where it describes a tokenizer, it must describe the tokens too, as prepare.py's do.
     Else a misspelled key would be read as GPT-2's vocabulary, or 32 bits as 16.
     """
     if not isinstance(meta, dict):
-        raise ValueError(f"{source} must hold a JSON object, not a {type(meta).__name__}")
+        raise UserError(f"{source} must hold a JSON object, not a {type(meta).__name__}")
     whole = whole and bool(meta.keys() & {"tokenizer", "alphabet", "json"})
     needed = {"tokenizer", "vocab_size", "dtype"} if whole else set()
     for key, (words, holds) in META_VALUES.items():
         asked = key in meta or key in needed or key == NEEDED_KEY.get(meta.get("tokenizer"))
         if asked and not holds(meta.get(key)):
             found = reprlib.repr(meta[key]) if key in meta else "missing"
-            raise ValueError(
+            raise UserError(
                 f'{source}: "{key}" must be {words}, but is {found}: prepare the data set again'
             )
     size = len(meta.get("alphabet", ""))
     if size and meta.get("vocab_size", size) != size:
-        raise ValueError(
+        raise UserError(
             f'{source}: "vocab_size" is {meta["vocab_size"]}, but "alphabet" has {size} '
             "characters: prepare the data set again"
         )
@@ -324,4 +326,4 @@ def from_meta(meta: dict[str, Any]) -> Tokenizer:
         return GPT2Tokenizer()
     if name == "hf":
         return HFTokenizer(meta["json"], meta.get("end_of_text"))
-    raise ValueError(f"unknown tokenizer {name!r}: known are char, byte, gpt2 and hf")
+    raise UserError(f"unknown tokenizer {name!r}: known are char, byte, gpt2 and hf")

@@ -7,13 +7,14 @@ import re
 import shutil
 import sys
 import time
-
-from steady import checkpoint
-from steady.distributed import Place
+import zipfile
 
 import pytest
 import torch
 from conftest import TINY
+
+from steady import checkpoint, distributed
+from steady.distributed import Process
 
 
 def test_a_full_disk_is_named_where_torch_names_a_position():
@@ -23,18 +24,17 @@ def test_a_full_disk_is_named_where_torch_names_a_position():
     assert checkpoint.what_failed(error) == "[Errno 28] No space left on device"
 
 
-def test_a_checkpoint_of_another_torchrun_is_not_gone_on_from(tmp_path, monkeypatch):
-    path = tmp_path / "ckpt.pt"
-    assert not checkpoint.is_of_this_launch(path)
+def test_f71_only_a_restart_of_the_launch_that_saved_goes_on(tmp_path, monkeypatch):
+    path, process = tmp_path / "ckpt.pt", Process()
     checkpoint.save(path, {})
-    assert checkpoint.is_of_this_launch(path)
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
-    assert not checkpoint.is_of_this_launch(path)
+    assert checkpoint.begin_from("scratch", path, process) == "scratch"  # no restart
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    monkeypatch.setattr(distributed, "launch", lambda: "this one")
+    assert checkpoint.begin_from("scratch", path, process) == "scratch"  # another one's
     checkpoint.save(path, {})
-    assert checkpoint.is_of_this_launch(path)
-    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):  # all on one machine
-        monkeypatch.setenv(name, "2")
-    assert not checkpoint.is_of_this_launch(path)
+    assert checkpoint.begin_from("scratch", path, process) == "resume"
+    path.unlink()
+    assert checkpoint.begin_from("scratch", path, process) == "scratch"
 
 
 def test_round_trip(tmp_path):
@@ -224,9 +224,28 @@ def test_f46_a_disk_that_gives_back_something_else_keeps_the_old_checkpoint(tmp_
 
     monkeypatch.setattr("steady.folder.os.fsync", turn_a_bit)
     said = []
-    assert not checkpoint.try_save(path, {"iter_num": 2}, Place(), said.append)
+    assert not checkpoint.try_save(path, {"iter_num": 2}, Process(), said.append)
     assert "the last good one is kept" in said[0] and "checksum" in said[0]
     assert os.listdir(tmp_path) == ["ckpt.pt"] and checkpoint.read(path)["iter_num"] == 1
+
+
+@pytest.mark.parametrize("same_name", [False, True])
+def test_f81_parts_that_torch_would_not_read_as_they_are_checked_are_refused(tmp_path, same_name):
+    """Compressed parts have right checksums, and torch maps the compressed bytes as weights; of two
+    parts of one name it may read the other."""
+    path, packed = tmp_path / "ckpt.pt", tmp_path / "packed.pt"
+    checkpoint.save(path, {"model": {"w": torch.zeros(1000)}})
+    with zipfile.ZipFile(path) as source, zipfile.ZipFile(packed, "w") as target:
+        for part in source.infolist():
+            kind = zipfile.ZIP_STORED if same_name else zipfile.ZIP_DEFLATED
+            target.writestr(part.filename, source.read(part), kind)
+        if same_name:
+            with pytest.warns(UserWarning, match="Duplicate"):
+                target.writestr(part.filename, source.read(part))
+    with zipfile.ZipFile(packed) as archive:
+        assert archive.testzip() is None
+    with pytest.raises(ValueError, match="the same name" if same_name else "is compressed"):
+        checkpoint.read(packed)
 
 
 def weights(iteration):
@@ -313,8 +332,7 @@ WRONG_CONTENT = [  # key, what becomes of it, what sample.py and convert.py say,
     ("model", reshaped, "does not fit its own model_config in lm_head.weight"),
     ("model", lambda model: model | {"lm_head.weight": "x"}, "model_config in lm_head.weight"),
     ("model", lambda model: without(model, "final_norm.weight"), "model_config in final_norm.wei"),
-    ("model_config", lambda config: {}, "model_config: missing or unknown block_size, dropout"),
-    ("model_config", lambda config: without(config, "rope_theta"), "missing or unknown rope_theta"),
+    ("model_config", lambda config: config | {"heads": 2}, "model_config: unknown heads"),
     ("model_config", lambda config: config | {"n_layer": "2"}, "n_layer='2' is not of type int"),
     ("model_config", lambda config: config | {"n_layer": -2}, "n_layer=-2 must be at least 1"),
     ("pretrained_dtype", lambda dtype: 5, "pretrained_dtype is 5"),

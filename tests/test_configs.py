@@ -36,9 +36,15 @@ def names_read(source: str) -> set[str]:
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_every_setting_is_read_and_has_a_comment(script):
     read = set(GPTConfig.__dataclass_fields__) if script == "train.py" else set()
-    sources = {"train.py": ["train.py", "steady/optim.py", "steady/runlog.py"]}.get(
-        script, [script]
-    )
+    sources = {
+        "train.py": [
+            "train.py",
+            "steady/optim.py",
+            "steady/runlog.py",
+            "steady/distributed.py",
+            "steady/memory.py",
+        ]
+    }.get(script, [script])
     for source in sources:
         read |= names_read((ROOT / source).read_text(encoding="utf-8"))
     for name, setting in read_settings(ROOT / script).items():

@@ -327,7 +327,7 @@ def test_help_says_how_the_script_is_called(run, script):
     """With its folder, and with config files only where it takes those of training runs."""
     usage, *lines = run(script, "--help").splitlines()
     takes = {"plot.py": "[OUT_DIR ...] "}.get(script, "")
-    if script in ("train.py", "sample.py", "bench.py", "dev/compare.py"):
+    if script in ("train.py", "sample.py", "bench.py"):
         takes = "[config/FILE.py ...] "
     assert usage == f"usage: python {script} {takes}[--key=value ...]"
     flags = [re.fullmatch(r"  --\w+=.*?  +(\S.*)", line) for line in lines if line[:4] == "  --"]

@@ -2,15 +2,14 @@
 
 import json
 
-from steady import checkpoint
-from steady.tokenizer import ByteTokenizer, CharTokenizer, GPT2Tokenizer, HFTokenizer, from_meta
-
 import pytest
 import torch
 from conftest import TINY
 
 import convert
 from model import GPT, GPTConfig
+from steady import checkpoint
+from steady.tokenizer import ByteTokenizer, CharTokenizer, GPT2Tokenizer, HFTokenizer, from_meta
 
 transformers = pytest.importorskip("transformers")
 safetensors_torch = pytest.importorskip("safetensors.torch")

@@ -7,17 +7,16 @@ import os
 from pathlib import Path
 from types import SimpleNamespace
 
-from steady import prepare as hub
-from steady import textfiles
-from steady.dataloader import TokenFile, read_meta
-from steady.prepare import prepare_from_files, split_text, write_dataset, write_tokens
-from steady.tokenizer import ByteTokenizer, CharTokenizer, GPT2Tokenizer, from_meta
-
 import numpy as np
 import pytest
 from conftest import ROOT
 
 from configurator import read_settings
+from steady import UserError, textfiles
+from steady import prepare as hub
+from steady.dataloader import TokenFile, read_meta
+from steady.prepare import prepare_from_files, split_text, write_dataset, write_tokens
+from steady.tokenizer import ByteTokenizer, CharTokenizer, GPT2Tokenizer, from_meta
 
 
 def read(folder, split):
@@ -237,7 +236,7 @@ def test_bad_rows_are_named_by_file_and_line_and_left_out_if_asked(run, tmp_path
     arguments = f"--input={path}", "--tokenizer=byte", f"--out={tmp_path / 'out'}"
     with pytest.raises(ValueError) as error:
         run("data/text/prepare.py", *arguments)
-    assert type(error.value) is ValueError  # which is printed without a trace
+    assert type(error.value) is UserError  # which is printed without a trace
     first = next(iter(BAD_ROWS.values()))
     assert (
         str(error.value) == f"{path}, line 5: {first} (--skip_bad_rows=True leaves such rows out)"

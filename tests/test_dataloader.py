@@ -1,6 +1,10 @@
 import json
 import os
 
+import numpy as np
+import pytest
+import torch
+
 from steady.dataloader import (
     DataLoader,
     DataSet,
@@ -8,14 +12,8 @@ from steady.dataloader import (
     eval_batches,
     read_meta,
 )
-from steady.distributed import Place
+from steady.distributed import Process
 from steady.shuffle import permute, scramble
-
-import numpy as np
-import pytest
-import torch
-
-CPU = torch.device("cpu")
 
 
 def write(path, ids, dtype="uint16"):
@@ -25,13 +23,13 @@ def write(path, ids, dtype="uint16"):
 
 def loader(path, block_size=8, batch_size=2, accumulation=4, seed=1, **more):
     file = TokenFile(path, block_size, vocab_size=2**16)
-    return DataLoader(file, batch_size, accumulation, seed, CPU, **more)
+    return DataLoader(file, batch_size, accumulation, seed, **more)
 
 
 def first_tokens(loader, steps, first=0):
     """The first token of every sequence of `steps` steps, one sorted list per step."""
     batches = loader.micro_batches(first)
-    per_step = loader.accumulation // loader.here.world_size
+    per_step = loader.accumulation // loader.process.world_size
     return [
         sorted(t for _ in range(per_step) for t in next(batches)[0][:, 0].tolist())
         for _ in range(steps)
@@ -64,7 +62,7 @@ def test_global_batch_does_not_depend_on_its_split(ramp, batch_size, accumulatio
 
 
 def test_f26_processes_draw_disjoint_slices_of_the_same_global_batch(ramp):
-    parts = [first_tokens(loader(ramp, here=Place(r, r, 2)), 5) for r in range(2)]
+    parts = [first_tokens(loader(ramp, process=Process(r, r, 2)), 5) for r in range(2)]
     for step, expected in enumerate(first_tokens(loader(ramp), 5)):
         assert not set(parts[0][step]) & set(parts[1][step])
         assert sorted(parts[0][step] + parts[1][step]) == expected
@@ -111,14 +109,14 @@ def test_offset_goes_on_where_another_global_batch_stopped(ramp):
 
 def test_f23_validation_windows_are_fixed_and_divided_among_processes(ramp):
     file = TokenFile(ramp, 8, 2**16)
-    whole = [tokens for tokens, *_ in eval_batches(file, 4, 32, CPU)]
-    again = [tokens for tokens, *_ in eval_batches(file, 4, 32, CPU)]
+    whole = [tokens for tokens, *_ in eval_batches(file, 4, 32)]
+    again = [tokens for tokens, *_ in eval_batches(file, 4, 32)]
     assert all(map(torch.equal, whole, again))
     assert len(whole) == 8 and all(tokens.shape == (4, 8) for tokens in whole)
     starts = torch.cat(whole)[:, 0]
     assert starts[0] == 0 and starts[-1] == 1000 - 9 and (starts.diff() > 0).all()
     parts = [
-        [tokens for tokens, *_ in eval_batches(file, 4, 32, CPU, Place(rank, rank, 2))]
+        [tokens for tokens, *_ in eval_batches(file, 4, 32, Process(rank, rank, 2))]
         for rank in (0, 1)
     ]
     assert len(parts[0]) == len(parts[1]) == 4
@@ -130,8 +128,8 @@ def test_f15_an_evaluation_has_the_same_windows_however_it_is_split(ramp, batch_
     """A finer split must not change the loss: what fills batches up does not count."""
     file, found, shares = TokenFile(ramp, 8, 2**16), [], 0.0
     for rank in range(processes):
-        place = Place(rank, rank, processes)
-        for tokens, targets, share in eval_batches(file, batch_size, 10, CPU, place):
+        place = Process(rank, rank, processes)
+        for tokens, targets, share in eval_batches(file, batch_size, 10, place):
             assert tokens.shape == targets.shape == (batch_size, 8) and (tokens >= 0).all()
             counted = (targets != -1).all(dim=1)
             assert (
@@ -230,7 +228,7 @@ def test_missing_validation_file_and_broken_meta_are_named(tmp_path):
 def test_a_bad_batch_ends_the_run_instead_of_hanging(tmp_path, monkeypatch):
     monkeypatch.setattr("steady.dataloader.SCAN_TOKENS", 1)
     path = write(tmp_path / "train.bin", [1] + [70] * 200)
-    bad = DataLoader(TokenFile(path, 8, 65), 2, 1, 1, CPU)
+    bad = DataLoader(TokenFile(path, 8, 65), 2, 1, 1)
     with pytest.raises(ValueError, match="token id 70"):
         next(bad.micro_batches(0))
 
@@ -291,4 +289,4 @@ def test_f51_a_file_cut_short_while_it_is_read_is_an_error_not_a_signal(tmp_path
         for _ in range(3):
             next(batches)
     with pytest.raises(ValueError, match="train.bin had 50000 tokens .* is shorter now"):
-        next(eval_batches(cut.file, 4, 32, CPU))
+        next(eval_batches(cut.file, 4, 32))

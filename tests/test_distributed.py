@@ -8,13 +8,6 @@ import sys
 import time
 from pathlib import Path
 
-from steady import checkpoint, compiling, distributed
-from steady.dataloader import TokenFile, eval_batches
-from steady.distributed import Place
-from steady.optim import Gradients, build_optimizer, clip_in_step
-from steady.recompute import use_activation_checkpointing
-from steady.runlog import read_metrics
-
 import forked
 import pytest
 import torch
@@ -23,6 +16,12 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from model import GPT, GPTConfig
+from steady import checkpoint, compiling, distributed
+from steady.dataloader import TokenFile, eval_batches
+from steady.distributed import Process, flatten_gradients
+from steady.optim import build_optimizer, clip_gradients
+from steady.recompute import use_activation_checkpointing
+from steady.runlog import read_metrics
 
 # Five evaluation batches do not divide by two.
 SETTINGS = [*TINY, "--gradient_accumulation_steps=4", "--eval_iters=5"]
@@ -71,7 +70,7 @@ def torchrun(fork, sums):
 
     def start(out, *arguments, options=("--standalone", "--nproc_per_node=2")):
         command = [*options, str(ROOT / "train.py")]
-        command += [*SETTINGS, f"--dataset={sums}", f"--out_dir={out}", *arguments]
+        command += [*SETTINGS, f"--dataset={sums}", f"--out_dir={out}", *map(str, arguments)]
         code = f"from torch.distributed.run import main; main({command!r})"
         running.append(fork("", code=code, **ENVIRONMENT))
         return running[-1]
@@ -198,32 +197,22 @@ def test_dropout_differs_between_processes_and_resumes_exactly(launch, tmp_path)
 
 def test_f23_every_process_evaluates_equally_many_batches(sums):
     file = TokenFile(sums / "val.bin", 16, 64)
-    device = torch.device("cpu")
-    whole = [tokens for tokens, *_ in eval_batches(file, 2, 10, device)]
-    first, second = (list(eval_batches(file, 2, 10, device, Place(r, r, 2))) for r in (0, 1))
+    whole = [tokens for tokens, *_ in eval_batches(file, 2, 10)]
+    first, second = (list(eval_batches(file, 2, 10, Process(r, r, 2))) for r in (0, 1))
     assert len(whole) == 5 and len(first) == len(second) == 3
     assert torch.equal(torch.cat([b[0] for pair in zip(first, second, strict=True) for b in pair])
                        [:10], torch.cat(whole))  # fmt: skip
     assert (second[-1][1] == -1).all() and (first[-1][1] != -1).all()
 
 
-def test_f12_gradients_are_one_flat_tensor_that_clearing_keeps():
+def test_f12_gradients_are_exchanged_as_one_flat_tensor():
     model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Linear(2, 1))
     model(torch.ones(1, 3)).sum().backward()
-    expected = [p.grad.clone() for p in model.parameters()]
-    moved = Gradients(model, keep=False, summed=True)
-    moved.flatten()
-    assert torch.equal(moved.flat, torch.cat([g.flatten() for g in expected]))
-    assert all(map(torch.equal, (p.grad for p in model.parameters()), expected))
-    moved.clear()
-    assert all(p.grad is None for p in model.parameters())
-    kept = Gradients(model, keep=True, summed=False)
-    for _ in range(2):
-        kept.clear()
-        model(torch.ones(1, 3)).sum().backward()
-        assert torch.equal(kept.flat, torch.cat([g.flatten() for g in expected]))
-        assert model[0].weight.grad.data_ptr() == kept.flat.data_ptr()
-        model.zero_grad()  # sets them to None
+    parameters = list(model.parameters())
+    parameters[1].grad = None
+    flat = flatten_gradients(parameters)
+    expected = [p.grad.flatten() if p.grad is not None else torch.zeros(2) for p in parameters]
+    assert torch.equal(flat, torch.cat([*expected, torch.tensor([1.0, 0.0, 1.0, 1.0])]))
 
 
 # ---- faults -----------------------------------------------------------------------------------
@@ -267,17 +256,17 @@ def test_wrong_variables_without_torchrun_are_named(monkeypatch, variables):
 def test_wrong_numbers_of_torchrun_are_named(monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "x")
     with pytest.raises(ValueError, match="TORCHELASTIC_RESTART_COUNT=x is no number"):
-        _ = Place().restarted
+        distributed.restarts()
     monkeypatch.setenv("MASTER_PORT", "x")
     with pytest.raises(ValueError, match="MASTER_PORT=x is no port"):
-        distributed.start(Place(0, 0, 2), torch.device("cpu"), "gloo", {})
+        config = {"backend": "gloo", "gradient_accumulation_steps": 2}
+        distributed.start(Process(0, 0, 2), config)
 
 
 @pytest.mark.parametrize(
     ("arguments", "answer"),
     [
         (["--parallel=fsdp", "--dtype=float16"], "or parallel=ddp"),
-        (["--memory_snapshot=True"], "needs a CUDA device, not cpu"),
     ],
 )
 def test_what_cannot_be_done_is_refused_before_the_processes_meet(
@@ -297,11 +286,12 @@ def test_only_an_exchange_can_find_that_another_process_has_ended():
 
 
 def test_f12_fsdp_with_cuda_graphs_is_refused_and_the_alternatives_named():
-    pair = Place(0, 0, 2, "fsdp")
+    pair = Process(0, 0, 2, "fsdp", dtype=torch.bfloat16)
+    two = {"batch_size": 1, "gradient_accumulation_steps": 2}
     with pytest.raises(ValueError, match="use compile_mode=default .*, or parallel=ddp"):
-        distributed.check(pair, 1, 2, torch.bfloat16, cuda_graphs=True)
-    distributed.check(pair, 1, 2, torch.bfloat16, cuda_graphs=False)
-    distributed.check(pair._replace(parallel="ddp"), 1, 2, torch.bfloat16, cuda_graphs=True)
+        distributed.check(pair, two, cuda_graphs=True)
+    distributed.check(pair, two, cuda_graphs=False)
+    distributed.check(pair._replace(parallel="ddp"), two, cuda_graphs=True)
 
 
 # Python's orderly end waits for threads, and sometimes aborts in one of torch's.
@@ -370,7 +360,7 @@ def test_f15_one_process_out_of_memory_makes_all_split_further(launch, alone, tm
 ONE_HAS_LITTLE = """
 import os
 from steady import distributed, hardware
-hardware.available_memory_gib = lambda device: (1.0, 0.0007)[int(os.environ["RANK"])]
+hardware.available_memory_gib = lambda device: (1.0, 0.0005)[int(os.environ["RANK"])]
 keep_gathered = distributed.keep_gathered
 distributed.keep_gathered = lambda model: (print("keeps gathered weights"), keep_gathered(model))
 """
@@ -380,13 +370,13 @@ def test_f47_an_error_in_one_process_ends_all_and_is_saved(launch, tmp_path):
     code = """
 import os
 from steady import optim
-calls, real = [], optim.clip_in_step
+calls, real = [], optim.clip_gradients
 def failing(*arguments):
     calls.append(1)
     if len(calls) == 5 and os.environ["RANK"] == "1":
         raise MemoryError
     return real(*arguments)
-optim.clip_in_step = failing
+optim.clip_gradients = failing
 """
     first, second = launch(2, tmp_path, code=code, fails=True)
     assert f"rank 1: error: out of memory; saved {tmp_path / 'ckpt.pt'} at iteration 4" in second
@@ -410,14 +400,14 @@ torch.compile = compiled
 
 
 def test_f15_with_fsdp_all_processes_split_by_the_estimate(launch, alone, tmp_path):
-    shown = launch(2, tmp_path, "--parallel=fsdp", "--batch_size=auto", code=ONE_HAS_LITTLE)
+    shown = launch(2, tmp_path, "--parallel=fsdp", code=ONE_HAS_LITTLE)
     assert "going on with --batch_size=2 --gradient_accumulation_steps=8" in shown[0]
     assert "keeps gathered" not in shown[0] + shown[1]
     assert_same_curve(tmp_path, alone)
 
 
 def test_f21_fsdp_keeps_gathered_weights_where_there_is_room(launch, alone, tmp_path):
-    plenty = ONE_HAS_LITTLE.replace("0.0007", "1.0")
+    plenty = ONE_HAS_LITTLE.replace("0.0005", "1.0")
     shown = launch(2, tmp_path, "--parallel=fsdp", code=plenty)
     assert all("keeps gathered" in text for text in shown)
     assert_same_curve(tmp_path, alone)
@@ -430,7 +420,7 @@ def divided():
 
     torch.distributed.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
     model = GPT(GPTConfig(block_size=8, vocab_size=64, n_layer=8, n_head=2, n_embd=16))
-    distributed.shard(model, torch.device("cpu"), torch.float32)
+    distributed.shard(model, Process(0, 0, 2, "fsdp"))
     yield model
     torch.distributed.destroy_process_group()
 
@@ -490,7 +480,7 @@ def test_clipping_and_stepping_divided_parameters_is_free_of_dtensors(divided):
     parameter = divided.blocks[0].mlp.gate_proj.weight
     before, gradient = (t.to_local().detach().clone() for t in (parameter, parameter.grad))
     with SeesDTensors() as mode:
-        clip_in_step(optimizer, 0.0)
+        clip_gradients(optimizer, 0.0)
         optimizer.step()
     assert not mode.seen
     step = 1e-2 * gradient / (gradient.abs() + 1e-8)  # AdamW's first
@@ -516,7 +506,7 @@ def test_f31_sigterm_to_torchrun_saves_once(torchrun, launch, tmp_path):
 
 def test_f31_a_signal_ends_an_evaluation_on_all_processes(torchrun, tmp_path):
     process = torchrun(tmp_path, "--eval_iters=20000", "--parallel=fsdp")
-    skip_until(process, "memory")  # evaluates before the first iteration
+    skip_until(process, "settings")  # evaluates before the first iteration
     time.sleep(0.5)
     process.terminate()
     shown = process.stdout.read()
@@ -540,6 +530,40 @@ def test_a_dead_process_ends_the_run_and_max_restarts_resumes_it(torchrun, tmp_p
     assert checkpoint.load(tmp_path / "ckpt.pt")["iter_num"] > seen
     iterations = [e["iter"] for e in read_metrics(tmp_path / "metrics.jsonl") if "loss" in e]
     assert iterations == list(range(len(iterations)))  # one entry each, none missing
+
+
+DIES_ONCE = """
+import os as _os
+if _os.environ.get("RANK", "0") == "0" and not _os.path.exists("{flag}"):
+    open("{flag}", "w").close()
+    _os._exit(1)
+"""
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_f71_a_restart_takes_no_older_run_for_its_own(torchrun, run, sums, tmp_path, processes):
+    """torchrun's run ID is none by default, and the first worker dies before anything is saved."""
+    out, config = tmp_path / "out", tmp_path / "config.py"
+    run("train.py", *SETTINGS, f"--dataset={sums}", f"--out_dir={out}", "--max_iters=2")
+    config.write_text(DIES_ONCE.format(flag=tmp_path / "died"))
+    options = ["--nnodes=1", f"--nproc_per_node={processes}", "--max-restarts=1",
+               f"--master_port={free_port()}"]  # fmt: skip
+    process = torchrun(out, config, "--max_iters=2", options=options)
+    shown = process.stdout.read()
+    assert process.wait(60) == 0, shown
+    assert (tmp_path / "died").exists() and (out / "previous" / "ckpt.pt").exists()
+    assert shown.count("| loss") == 2 and "init_from=resume" not in shown
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_f71_a_restart_goes_on_from_what_its_launch_saved(torchrun, tmp_path, processes):
+    options = [f"--nproc_per_node={processes}", "--max-restarts=1", "--nnodes=1",
+               f"--master_port={free_port()}"]  # fmt: skip
+    process = torchrun(tmp_path, *LONG, options=options)
+    wait_until(lambda: (tmp_path / "ckpt.pt").exists())
+    os.kill(workers(process)[0], signal.SIGKILL)
+    assert any("init_from=resume" in line for line in process.stdout)
+    process.terminate()
 
 
 def test_two_nodes_train_as_one(torchrun, alone, tmp_path):

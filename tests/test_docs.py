@@ -207,7 +207,7 @@ def test_messages_of_others_are_quoted_as_they_say_them(text, tmp_path):
 def test_every_failure_has_its_section_and_the_tests_exist():
     page = (ROOT / "docs" / "failures.md").read_text(encoding="utf-8")
     numbers = [int(number) for number in re.findall(r"^### F(\d+) ", page, re.MULTILINE)]
-    assert numbers == list(range(1, len(numbers) + 1)) and len(numbers) >= 54
+    assert numbers[:60] == list(range(1, 61)) and len(set(numbers)) == len(numbers) > 60
     defined = "".join(p.read_text(encoding="utf-8") for p in (ROOT / "tests").glob("test_*.py"))
     for text in [path.read_text(encoding="utf-8") for path in PAGES]:
         for name in re.findall(r"`(test_f\w+)`", text):

@@ -5,17 +5,15 @@ import signal
 import subprocess
 import sys
 
-from steady import checkpoint, compiling, generate, hardware, memory
-from steady.compiling import Plan
-from steady.distributed import Place
-from steady.runlog import read_metrics
-
 import forked
 import pytest
 import torch
 from conftest import ROOT, TINY, wait_until
 
 import model as model_file
+from steady import checkpoint, compiling, generate, memory
+from steady.compiling import Plan
+from steady.runlog import read_metrics
 
 LONG = [*TINY, "--max_iters=1000000"]
 
@@ -45,7 +43,7 @@ STREAMS = {
     "both into that pipe": "r, w = os.pipe(); os.dup2(w, 1); os.dup2(w, 2); os.close(r)",
     "a full disk": "os.dup2(os.open('/dev/full', os.O_WRONLY), 1)",
     "closed": "os.close(1); os.close(2); sys.stdout = sys.stderr = None; "
-    "from steady.output import open_closed_streams; open_closed_streams()",
+    "from steady import open_closed_streams; open_closed_streams()",
 }
 BEGIN = """
 import os, sys
@@ -102,7 +100,7 @@ def test_f47_an_error_in_mid_run_saves_and_resuming_is_exact(
     fork, run, sums, tmp_path, error, shown
 ):
     arguments = [*TINY, f"--dataset={sums}", "--gradient_accumulation_steps=3"]
-    process = fork(arguments, FAIL_AT_FIFTH.format(f"optim, 'clip_in_step', {error}"))
+    process = fork(arguments, FAIL_AT_FIFTH.format(f"optim, 'clip_gradients', {error}"))
     process.join(60)
     assert process.exitcode == 1
     output = (tmp_path / "output.txt").read_text()
@@ -120,7 +118,7 @@ def test_f47_an_error_in_mid_run_saves_and_resuming_is_exact(
 
 
 def test_f47_half_an_optimizer_step_is_not_saved(fork, sums, tmp_path):
-    code = FAIL_AT_FIFTH.format("torch.amp.GradScaler, 'step', MemoryError()")
+    code = FAIL_AT_FIFTH.format("optim.AdamW, '_init_group', MemoryError()").replace("== 5", "== 9")
     process = fork([*TINY, f"--dataset={sums}", "--eval_interval=3"], code)
     process.join(60)
     line = (tmp_path / "output.txt").read_text().splitlines()[-1]
@@ -145,7 +143,7 @@ def test_f47_an_error_while_only_evaluating_leaves_the_checkpoint_alone(
     arguments = [*TINY, *more, f"--dataset={sums}"]
     run("train.py", *arguments, "--max_iters=3", f"--out_dir={tmp_path}")
     before = (tmp_path / "ckpt.pt").read_bytes()
-    code = FAIL_AT_FIFTH.format(f"__import__('model').GPT, 'head', {error}")
+    code = FAIL_AT_FIFTH.format(f"__import__('model').GPT, 'forward', {error}")
     process = fork([*arguments, "--init_from=resume", "--eval_only=True"], code)
     process.join(60)
     output = (tmp_path / "output.txt").read_text()
@@ -187,7 +185,7 @@ def test_f48_an_error_of_the_model_is_not_the_compilers(run, sums, tmp_path, mon
 
 def test_f48_suppressed_errors_of_the_compiler_are_seen(monkeypatch):
     with torch._dynamo.config.patch(suppress_errors=True):
-        compiling.compile_model(torch.nn.Linear(1, 1), Plan(None, "default", True), False, "")
+        compiling.compile_model(torch.nn.Linear(1, 1), Plan(None, "default", True))
         assert not torch._dynamo.config.suppress_errors
 
 
@@ -201,28 +199,6 @@ def test_f48_a_cache_folder_that_cannot_be_written_is_replaced(monkeypatch):
 
 
 # ---- more than there is ------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("options", [{}, {"qk_norm": True, "tied_embeddings": False}])
-def test_f50_parameters_are_counted_without_building_the_model(options):
-    config = model_file.GPTConfig(
-        n_layer=3, n_head=4, n_kv_head=2, n_embd=32, vocab_size=64, **options
-    )
-    assert memory.num_params(config) == model_file.GPT(config).num_params()
-
-
-def test_f50_a_batch_beyond_all_memory_is_split_by_arithmetic(monkeypatch):
-    monkeypatch.setattr(hardware, "machine_memory_gib", lambda device: 8.0)
-    step = memory.StepShape(
-        model_file.GPTConfig(), 10**12, torch.float32,
-        Plan("compile=False", "default", False), Place(),
-    )  # fmt: skip
-    wanted = memory.Split(10**6, "none")
-    found = memory.fit(lambda size, kind: "the model", step, wanted, torch.device("cpu"))
-    assert 1 < found.split.batch_size < 16
-    monkeypatch.setattr(hardware, "machine_memory_gib", lambda device: 1.0)
-    with pytest.raises(ValueError, match="even with one sequence"):
-        memory.fit(None, step, wanted, torch.device("cpu"))
 
 
 @pytest.mark.parametrize(
@@ -273,7 +249,7 @@ def test_ctrl_c_while_torch_is_imported_leaves_in_silence(tmp_path, script):
 def test_f44_closed_streams_are_opened(tmp_path):
     """Else the first file that is opened gets all that is printed."""
     script = (
-        "import steady, sys\n"
+        "import steady, sys\nsteady.start_script()\n"
         f"file = open({str(tmp_path / 'file')!r}, 'w')\n"
         "print('lost', flush=True); print('lost', file=sys.stderr, flush=True)\n"
         "sys.exit(file.fileno() < 3)\n"

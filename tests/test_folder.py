@@ -4,10 +4,10 @@ import shutil
 import subprocess
 import sys
 
-from steady import folder
-
 import pytest
 from conftest import HOLD, ROOT, TINY
+
+from steady import folder
 
 
 def test_f45_a_second_run_in_the_folder_is_refused_and_changes_nothing(
@@ -47,7 +47,7 @@ def test_f45_a_lock_does_not_outlive_its_process_in_one_that_it_started(tmp_path
 def test_f45_a_folder_that_was_moved_or_removed_is_claimed_anew(tmp_path, capsys, how, other_run):
     out = tmp_path / "out"
     folder.claim(out)
-    folder.hold(out)
+    folder.hold_lock(out)
     assert capsys.readouterr().out == ""
     (out / "ckpt.pt").write_text("this run's")
     out.rename(tmp_path / "old") if how == "moved" else shutil.rmtree(out)
@@ -55,13 +55,13 @@ def test_f45_a_folder_that_was_moved_or_removed_is_claimed_anew(tmp_path, capsys
     other = other_run(out)  # one that took its place
     (out / "ckpt.pt").write_text("the other's")
     with pytest.raises(ValueError, match="another process is writing"):
-        folder.hold(out)
+        folder.hold_lock(out)
     other.kill()
     other.wait()
-    folder.hold(out)
+    folder.hold_lock(out)
     assert "was moved or removed while this run wrote there" in capsys.readouterr().out
     assert (out / "previous" / "ckpt.pt").read_text() == "the other's"
-    folder.hold(out)
+    folder.hold_lock(out)
     assert capsys.readouterr().out == ""
 
 
@@ -69,7 +69,7 @@ def test_f45_a_folder_whose_lock_was_removed_keeps_its_files(tmp_path, capsys):
     folder.claim(tmp_path)
     (tmp_path / "ckpt.pt").write_text("this run's")
     (tmp_path / ".lock").unlink()
-    folder.hold(tmp_path)
+    folder.hold_lock(tmp_path)
     assert capsys.readouterr().out == "" and (tmp_path / "ckpt.pt").read_text() == "this run's"
     again = subprocess.run(
         [sys.executable, "-c", HOLD, str(tmp_path)], cwd=ROOT, capture_output=True, text=True
@@ -77,14 +77,14 @@ def test_f45_a_folder_whose_lock_was_removed_keeps_its_files(tmp_path, capsys):
     assert "another process is writing to" in again.stderr
 
 
-def test_f45_what_another_run_left_in_an_unlocked_folder_is_set_aside(tmp_path, other_run):
+def test_f45_what_another_run_left_in_an_unlocked_folder_is_archived(tmp_path, other_run):
     folder.claim(tmp_path)
     (tmp_path / ".lock").unlink()
     other = other_run(tmp_path)
     (tmp_path / "ckpt.pt").write_text("the other's")
     other.kill()
     other.wait()
-    folder.hold(tmp_path)
+    folder.hold_lock(tmp_path)
     assert (tmp_path / "previous" / "ckpt.pt").read_text() == "the other's"
 
 
@@ -128,15 +128,15 @@ def test_a_full_disk_names_the_file_and_leaves_it_as_it_was(tmp_path):
 
 
 def test_earlier_run_is_moved_aside_not_overwritten(tmp_path, capsys):
-    folder.set_aside(tmp_path)
+    folder.archive_previous_run(tmp_path)
     assert capsys.readouterr().out == "" and not list(tmp_path.iterdir())
     (tmp_path / "ckpt.pt").write_text("old")
-    folder.set_aside(tmp_path)
+    folder.archive_previous_run(tmp_path)
     assert (tmp_path / "previous" / "ckpt.pt").read_text() == "old"
     assert "previous" in capsys.readouterr().out
     for n in range(2, 12):  # starts by mistake
         (tmp_path / "metrics.jsonl").write_text(f"run {n}")
-        folder.set_aside(tmp_path)
+        folder.archive_previous_run(tmp_path)
         assert (tmp_path / f"previous-{n}" / "metrics.jsonl").read_text() == f"run {n}"
     assert (tmp_path / "previous" / "ckpt.pt").read_text() == "old"
-    assert folder.last_set_aside(tmp_path) == tmp_path / "previous-11"
+    assert folder.last_archived(tmp_path) == tmp_path / "previous-11"

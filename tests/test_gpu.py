@@ -4,9 +4,7 @@ Every failure is first made to happen on the naive code, then shown not to happe
 """
 
 import json
-import math
 import os
-import pickle
 import queue
 import re
 import subprocess
@@ -16,17 +14,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 
-from steady import compiling, distributed, environment, float8, hardware, optim, recompute
-from steady.generate import generate
-from steady.linear import linear
-from steady.loss import linear_cross_entropy
-from steady.optim import Gradients
-from steady.prepare import split_text, write_dataset
-from steady.recompute import use_activation_checkpointing
-from steady.runlog import read_metrics
-from steady.tokenizer import CharTokenizer
-
 import pytest
+import test_student
 import torch
 from conftest import ROOT, SUMS, free_port
 from torch import nn
@@ -34,6 +23,15 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from model import GPT, GPTConfig
+from steady import compiling, distributed, environment, float8, recompute
+from steady.distributed import Process
+from steady.generate import generate
+from steady.loss import linear_cross_entropy
+from steady.optim import StaticGradients
+from steady.prepare import split_text, write_dataset
+from steady.recompute import use_activation_checkpointing
+from steady.runlog import read_metrics
+from steady.tokenizer import CharTokenizer
 
 pytestmark = [
     pytest.mark.gpu,
@@ -104,7 +102,7 @@ def data(tmp_path_factory):
     return folder
 
 
-def train(data, out, *arguments, cap_gib=0.0, processes=1, **variables):
+def train(data, out, *arguments, cap_gib=0.0, processes=1, cwd=ROOT, **variables):
     """Run train.py in processes of its own; its output, losses and the first one's state."""
     out.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-c", WATCHED, str(out), str(cap_gib), *SMALL, f"--dataset={data}"]
@@ -114,7 +112,7 @@ def train(data, out, *arguments, cap_gib=0.0, processes=1, **variables):
     running = [  # not through pipes: a full one that nobody reads would stop its process
         subprocess.Popen(
             [*command, f"--out_dir={out}", *arguments],
-            cwd=ROOT, stdout=outputs[rank], stderr=subprocess.STDOUT, text=True,
+            cwd=cwd, stdout=outputs[rank], stderr=subprocess.STDOUT, text=True,
             env=os.environ | {"TORCHINDUCTOR_COMPILE_THREADS": "4"} | place | variables
             | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
         )
@@ -251,11 +249,13 @@ def directional(model, function, tokens, targets, eps=1e-2):
         torch.compiler.cudagraph_mark_step_begin()
         return function(tokens, targets)
 
-    gradients = Gradients(model, keep=True, summed=False)
+    parameters = list(model.parameters())
+    gradients = StaticGradients(parameters, enabled=True)
     for _ in range(3):  # a graph's warm-up, recording, replay
-        gradients.clear()
+        model.zero_grad(set_to_none=False)
         loss().backward()
-    length = gradients.flat.norm()
+        gradients.keep()
+    length = torch.nn.utils.get_total_norm([p.grad for p in parameters])
     assert loss().item() == loss().item()
 
     @torch.no_grad()
@@ -313,20 +313,21 @@ class Tied(nn.Module):
         )
 
 
-def accumulate(preallocate, mark=True, clone=False, micro_steps=8, **options):
+def accumulate(keep, mark=True, clone=False, micro_steps=8, **options):
     torch._dynamo.reset()
     torch.manual_seed(0)
     model = Tied().cuda()
     batches = torch.randint(64, (3, micro_steps, 4, 16), device="cuda")
-    gradients = Gradients(model, keep=preallocate, summed=False)
+    gradients = StaticGradients(list(model.parameters()), enabled=keep)
     compiled = torch.compile(model, mode="reduce-overhead", **options)
     for step in batches:
-        gradients.clear()
+        model.zero_grad(set_to_none=not keep)
         for x in step:
             if mark:
                 torch.compiler.cudagraph_mark_step_begin()
             loss = compiled(x)
             (loss.clone() if clone else loss).backward()
+            gradients.keep()
     expected = Tied().cuda()
     expected.load_state_dict(model.state_dict())
     for x in batches[-1]:
@@ -338,7 +339,7 @@ def accumulate(preallocate, mark=True, clone=False, micro_steps=8, **options):
 
 
 def test_f01_gradients_survive_accumulation_under_cuda_graphs():
-    assert max(accumulate(preallocate=True)) < 1e-3
+    assert max(accumulate(keep=True)) < 1e-3
 
 
 @pytest.mark.parametrize(
@@ -347,7 +348,7 @@ def test_f01_gradients_survive_accumulation_under_cuda_graphs():
 def test_f01_naive_accumulation_fails_marked_or_not(remedy):
     """The remedies that are usually named do not help (docs/failures.md)."""
     try:
-        errors = accumulate(preallocate=False, **remedy)
+        errors = accumulate(keep=False, **remedy)
     except RuntimeError as error:
         assert "overwritten" in str(error)
     else:
@@ -486,24 +487,22 @@ def kernels(function):
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-def test_f13_the_attention_kernel_that_was_chosen_runs(compiled):
+def test_f13_a_fused_attention_kernel_runs(compiled):
+    """torch's own choice: cuDNN's or flash attention, never the one that holds all scores."""
     torch._dynamo.reset()
-    if not hardware.cudnn_attention(torch.device("cuda"), torch.bfloat16, 64):
-        pytest.skip("cuDNN attention is not chosen on this GPU")
-    raw = GPT(GPTConfig(n_layer=1, n_head=4, n_kv_head=2, n_embd=256, block_size=256)).cuda()
-    raw.use_cudnn_attention(True)
-    torch.backends.cuda.enable_cudnn_sdp(False)  # torch's own choice, which may be the same
-    model = torch.compile(raw) if compiled else raw
+    with torch.device("cuda"):
+        model = GPT(GPTConfig(n_layer=1, n_head=4, n_kv_head=2, n_embd=256, block_size=256))
+    function = torch.compile(model) if compiled else model
     x = torch.randint(50304, (2, 256), device="cuda")
 
     def step():
         with torch.autocast("cuda", torch.bfloat16):
-            model(x, x).backward()
+            function(x, x).backward()
 
-    try:
-        assert "cudnn_generated" in kernels(step)
-    finally:
-        torch.backends.cuda.enable_cudnn_sdp(True)
+    ran = kernels(step)
+    print("attention:", *(name[:60] for name in ran.split() if "flash" in name or "cudnn" in name))
+    assert "cudnn_generated" in ran or "flash" in ran
+    assert "softmax" not in ran.lower()
 
 
 def test_f13_naive_choice_around_compiled_code_has_no_effect():
@@ -521,7 +520,7 @@ def test_f13_naive_choice_around_compiled_code_has_no_effect():
 
 
 @pytest.mark.parametrize("n_kv_head", [4, 2, 1])
-def test_cudnn_attention_equals_the_reference(n_kv_head):
+def test_attention_equals_the_reference(n_kv_head):
     torch.manual_seed(0)
     config = GPTConfig(
         n_layer=1, n_head=4, n_kv_head=n_kv_head, n_embd=256, block_size=256, vocab_size=64
@@ -529,31 +528,10 @@ def test_cudnn_attention_equals_the_reference(n_kv_head):
     model = GPT(config).cuda()
     x = torch.randint(64, (2, 256), device="cuda")
     expected = model.double()(x)
-    model.float().use_cudnn_attention(True)
+    model.float()
     with torch.autocast("cuda", torch.bfloat16):
         found = model(x)
     assert ((found - expected).norm() / expected.norm()).item() < 1e-2
-
-
-@pytest.mark.parametrize("n_kv_head", [8, 4, 1])
-def test_cudnn_attention_reads_nothing_that_memory_held_before(n_kv_head):
-    """torch takes its workspace from the cache, with whatever lay there."""
-    torch.manual_seed(0)
-    shapes = (32, 8, 128, 128), (32, n_kv_head, 128, 128), (32, n_kv_head, 128, 128)
-    inputs = [
-        torch.randn(shape, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-        for shape in shapes
-    ]
-    grad = torch.randn(shapes[0], device="cuda", dtype=torch.bfloat16)
-    results = []
-    for value in (0.0, math.nan):
-        y = torch.ops.aten._scaled_dot_product_cudnn_attention(*inputs, None, True, 0.0, True)[0]
-        torch.cuda.empty_cache()
-        torch.full((2**27,), value, device="cuda")  # half a GiB, free again at once
-        results.append(torch.autograd.grad(y, inputs, grad))
-    for clean, filled in zip(*results, strict=True):
-        assert filled.isfinite().all()
-        assert (filled.float() - clean.float()).norm() < 1e-3 * clean.float().norm()
 
 
 # ---- F41: decoding ----------------------------------------------------------------------------
@@ -665,57 +643,6 @@ def test_f14_all_targets_ignored_is_zero(mode):
     assert loss == 0 and not hidden.grad.any() and not weight.grad.any()
 
 
-# ---- linear layers ----------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("mode", [None, "default", "reduce-overhead"])
-def test_weight_gradients_are_not_rounded(dtype, mode):
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    x, grad = (torch.randn(8, 512, 256, device="cuda", dtype=dtype) for _ in range(2))
-    weight = torch.randn(256, 256, device="cuda")
-    exact = grad.flatten(0, 1).double().T @ x.flatten(0, 1).double()
-
-    def error(function):
-        w = weight.clone().requires_grad_()
-        for _ in range(3):
-            w.grad = None
-            with torch.autocast("cuda", dtype):
-                y = function(x, w)
-            y.backward(grad)
-        assert w.grad.dtype == torch.float32
-        return ((w.grad - exact).norm() / exact.norm()).item()
-
-    def alone(x, w):
-        return linear(x, w)[0]
-
-    def beside_another(x, w):
-        return linear(x, w, weight)[0]
-
-    functions = alone, beside_another, F.linear
-    *ours, naive = (error(torch.compile(f, mode=mode) if mode else f) for f in functions)
-    assert max(ours) < 1e-5 < 1e-4 < naive
-
-
-@pytest.mark.parametrize("shape", [(4096, 768, 2048), (300, 40, 72)])
-def test_a_product_is_added_to_gradients_in_place(shape):
-    """As exact as a product of its own that is added afterwards, without memory for it."""
-    tokens, rows, columns = shape
-    a = torch.randn(tokens, rows, device="cuda", dtype=torch.bfloat16).T
-    b = torch.randn(tokens, columns, device="cuda", dtype=torch.bfloat16)
-    total = torch.randn(rows, columns, device="cuda")
-    exact, apart = total.double() + a.double() @ b.double(), total.clone()
-    apart += torch.mm(a, b, out_dtype=torch.float32)
-    torch.ops.steady.add_product(total.clone(), a, b)  # cuBLAS takes its workspace
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    torch.ops.steady.add_product(total, a, b)
-    assert torch.cuda.max_memory_allocated() == before
-    error, usual = (((t - exact).norm() / exact.norm()).item() for t in (total, apart))
-    assert error <= 1.5 * usual < 1e-4
-
-
 # ---- several GPUs ------------------------------------------------------------------------------
 
 ENGINES = ("ddp", "fsdp")
@@ -772,22 +699,20 @@ def test_f12_two_gpus_train_like_one_or_say_what_to_use(several, reference, cell
 
 
 @two_gpus
-def test_fsdp_never_holds_a_whole_model_on_a_gpu(tmp_path):
+def test_fsdp_keeps_its_share_of_a_model_on_a_gpu(tmp_path):
     script = tmp_path / "shard.py"
     script.write_text(
         f"import sys; sys.path[:0] = [{str(ROOT)!r}]\n"
         "import torch\n"
-        "from steady import distributed, hardware\n"
+        "from steady import distributed\n"
         "from model import GPT, GPTConfig\n"
-        "here = distributed.this_process('fsdp')\n"
-        "device = hardware.choose_device('cuda', here.rank)\n"
-        "distributed.start(here, device, 'auto', {})\n"
-        "model = GPT(GPTConfig(n_layer=24))\n"
+        "process = distributed.this_process('fsdp', 'cuda', 'bfloat16')\n"
+        "distributed.start(process, {'backend': 'auto', 'gradient_accumulation_steps': 2})\n"
+        "with process.device: model = GPT(GPTConfig(n_layer=24))\n"
         "whole = 4 * model.num_params()\n"
-        "if sys.argv[1] == 'naive': model.to(device)\n"
-        "distributed.shard(model, device, torch.bfloat16)\n"
-        "if here.master: print('share', torch.cuda.max_memory_allocated() / whole)\n"
-        "distributed.stop(); distributed.leave()\n"
+        "if sys.argv[1] != 'naive': distributed.shard(model, process)\n"
+        "if process.master: print('share', torch.cuda.memory_allocated() / whole)\n"
+        "distributed.stop(process)\n"
     )
     shares = []
     for kind in ("ours", "naive"):
@@ -838,7 +763,6 @@ def capped(request, data, tmp_path_factory):
         "6": (6.0, []),
         "4": (4.0, []),
         "selective": (11.69, ["--activation_checkpointing=selective"]),
-        "auto": (11.69, ["--batch_size=auto"]),
     }
     wanted = selected(request, "name") | {"uncapped"}
     with ThreadPoolExecutor(5) as pool:
@@ -851,7 +775,7 @@ def capped(request, data, tmp_path_factory):
 
 
 @pytest.mark.xdist_group("capped")
-@pytest.mark.parametrize("name", ["6", "4", "selective", "auto"])
+@pytest.mark.parametrize("name", ["6", "4", "selective"])
 def test_f15_capped_memory_trains_with_the_same_losses(capped, name):
     found = capped[name]
     print(name, [line for line in found["shown"].splitlines() if "going on with" in line])
@@ -859,23 +783,21 @@ def test_f15_capped_memory_trains_with_the_same_losses(capped, name):
     assert len(found["losses"]) == 20 and worst < TOLERANCE, worst
     resplit = "going on with" in found["shown"]
     assert resplit is (name != "selective")
-    if name != "auto":
-        cap = {"6": 6.0, "4": 4.0, "selective": 11.69}[name]
-        assert found["allocated"] < cap * 2**30
+    cap = {"6": 6.0, "4": 4.0, "selective": 11.69}[name]
+    assert found["allocated"] < cap * 2**30
 
 
 @two_gpus
 def test_f15_fsdp_finds_what_fits_by_the_estimate(data, tmp_path):
-    """The cap is just above the estimate for 32 sequences, 8.35 GiB, and the margins kept."""
     arguments = [*GPT2, "--gradient_accumulation_steps=2", "--max_iters=8", "--parallel=fsdp"]
     losses = {}
-    for cap in (0.0, 9.1):
+    for cap in (0.0, 14.0):
         found = train(data, tmp_path / str(cap), *arguments, cap_gib=cap, processes=2)
-        resplit = "going on with --batch_size=32 --gradient_accumulation_steps=4" in found["shown"]
-        assert resplit is (cap > 0)
-        print(f"cap {cap}: {found['allocated'] / 2**30:.2f} GiB")
+        resplit = re.search(r"going on with --batch_size=(\d+)", found["shown"])
+        assert bool(resplit) is (cap > 0)
+        print(f"cap {cap}: {found['allocated'] / 2**30:.2f} GiB {resplit and resplit.group()}")
         losses[cap] = found["losses"]
-    assert max(map(abs_difference, losses[0.0], losses[9.1])) < TOLERANCE
+    assert max(map(abs_difference, losses[0.0], losses[14.0])) < TOLERANCE
 
 
 # ---- FP8 --------------------------------------------------------------------------------------
@@ -888,7 +810,12 @@ FP8_CELLS = [
     ("reduce-overhead", 4, "none", 1),
     ("reduce-overhead", 4, "selective", 1),
     ("default", 4, "none", 2),
+    ("default", 4, "none", "fsdp"),
 ]
+
+
+def gpus(cell):
+    return 2 if cell[3] == "fsdp" else cell[3]
 
 
 @pytest.fixture(scope="module")
@@ -898,16 +825,19 @@ def in_fp8(request, data, tmp_path_factory):
 
     def run(cell):
         mode, accumulation, checkpointing, processes = cell
+        parallel, processes = ("fsdp", 2) if processes == "fsdp" else ("ddp", processes)
         return train_cell(
             data, folder / "-".join(map(str, cell)), mode, checkpointing, *WIDE,
             f"--fp8={processes > 0}", f"--gradient_accumulation_steps={accumulation}",
             f"--batch_size={32 // accumulation}", "--sample_interval=10",
             f"--eval_iters={10 * accumulation}",  # of the batch size: the same sequences
-            processes=max(1, processes),
+            f"--parallel={parallel}", processes=max(1, processes),
         )  # fmt: skip
 
     wanted = selected(request, "cell")
-    cells = [cell for cell in FP8_CELLS if cell in wanted and cell[3] <= torch.cuda.device_count()]
+    cells = [
+        cell for cell in FP8_CELLS if cell in wanted and gpus(cell) <= torch.cuda.device_count()
+    ]
     cells.append(("default", 1, "none", 0))
     with ThreadPoolExecutor(len(cells)) as pool:
         return dict(zip(cells, pool.map(run, cells), strict=True))
@@ -916,7 +846,7 @@ def in_fp8(request, data, tmp_path_factory):
 @pytest.mark.xdist_group("fp8")
 @pytest.mark.parametrize("cell", FP8_CELLS, ids=lambda cell: "-".join(map(str, cell)))
 def test_fp8_trains_like_bfloat16_however_it_is_compiled_and_split(in_fp8, cell):
-    if cell[3] > torch.cuda.device_count():
+    if gpus(cell) > torch.cuda.device_count():
         pytest.skip("needs two GPUs")
     found, reference = in_fp8[cell], in_fp8["default", 1, "none", 0]
     assert "error" not in found, found["error"]
@@ -934,16 +864,14 @@ def test_fp8_trains_like_bfloat16_however_it_is_compiled_and_split(in_fp8, cell)
     assert found["skips"] == 0
 
 
-def small_model_in_float8(kind, mode="default"):
+def small_model_in_float8(kind):
     torch.manual_seed(0)
-    model = GPT(GPTConfig(block_size=128, vocab_size=512, n_layer=2, n_head=8, n_embd=1024)).cuda()
-    config = {"optimizer": "adamw", "learning_rate": 1e-3, "beta1": 0.9, "beta2": 0.95,
-              "weight_decay": 0.1}  # fmt: skip
-    plan = compiling.plan(True, mode, torch.device("cuda"))
-    optimizer = optim.build_optimizer(model, config)
-    float8.use_float8(model, optimizer, plan)
+    with torch.device("cuda"):
+        model = GPT(GPTConfig(block_size=128, vocab_size=512, n_layer=2, n_head=8, n_embd=1024))
+    process = Process(device=torch.device("cuda"), dtype=torch.bfloat16)
+    assert len(float8.use_float8(model, process)) == 14
     use_activation_checkpointing(model, kind)
-    return model, optimizer, plan
+    return model
 
 
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
@@ -952,30 +880,22 @@ def test_f52_compiled_fp8_gradients_are_those_of_eager_code(kind, mode):
     """To within what rounding in e5m2 makes of the last digit of bfloat16 (on a CPU changes of 0.2%
     in the embeddings make up to 0.19 of difference)."""
     torch._dynamo.reset()
-    model, optimizer, plan = small_model_in_float8(kind, mode)
+    model, plan = small_model_in_float8(kind), compiling.plan(True, mode, torch.device("cuda"))
     tokens, targets = torch.randint(512, (2, 8, 128), device="cuda")
-    gradients = Gradients(model, keep=True, summed=False)
+    gradients = StaticGradients(list(model.parameters()), enabled=True)
 
     def gradient_of(function):
         for _ in range(3):  # a graph's warm-up, recording, replay
-            gradients.clear()
+            model.zero_grad(set_to_none=False)
             torch.compiler.cudagraph_mark_step_begin()
             with torch.autocast("cuda", torch.bfloat16):
                 function(tokens, targets).backward()
+            gradients.keep()
         return [p.grad.clone() for p in model.parameters()]
 
     eager = gradient_of(model)
-    compiled = gradient_of(compiling.compile_model(model, plan, False, kind))
+    compiled = gradient_of(compiling.compile_model(model, plan))
     for found, right in zip(compiled, eager, strict=True):
-        assert (found - right).norm() < 0.3 * right.norm()
-    optimizer.step()  # the copies change in place: recorded graphs multiply the new ones
-    for block in model.blocks:
-        for layer in (block.attention.v_proj, block.mlp.down_proj):
-            copied = layer.weight8[-len(layer.weight) :].float() * layer.weight8_scale
-            assert (copied - layer.weight).norm() < 0.04 * layer.weight.norm()
-    after = gradient_of(compiling.compile_model(model, plan, False, kind))
-    plain = compiling.compile_model(model, replace(plan, obstacle="for comparison"), False, kind)
-    for found, right in zip(after, gradient_of(plain), strict=True):
         assert (found - right).norm() < 0.3 * right.norm()
 
 
@@ -986,42 +906,14 @@ def kernels_of_float8(name, compiled):
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("rows, columns", [(208, (336, 48, 112)), (2048, (1600, 1600, 1600))])
-def test_fp8_gradients_are_stored_and_transposed_alike(rows, columns, compiled):
+@pytest.mark.parametrize("shape", [(208, 336), (2048, 4800)])
+def test_f55_fp8_gradients_are_stored_and_transposed_alike(shape, compiled):
     torch.manual_seed(compiled)
-    grads = [torch.randn((rows, n), device="cuda", dtype=torch.bfloat16) for n in columns]
-    scale = float8.scale_of(float8.E5M2, *grads)
-    found, transposed = kernels_of_float8("cast_and_transpose", compiled)(grads, scale)
-    right = float8.cast(torch.cat(grads, dim=1), scale, float8.E5M2)
-    assert torch.equal(found.float(), right.float())
+    grad = torch.randn(shape, device="cuda", dtype=torch.bfloat16)
+    scale = float8.scale_of(grad, float8.E5M2)
+    found, transposed = kernels_of_float8("cast_and_transpose", compiled)(grad, scale)
+    assert torch.equal(found.float(), float8.cast(grad, scale, float8.E5M2).float())
     assert torch.equal(transposed.float(), found.float().T)
-
-
-@pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("shape", [(208, 336), (2048, 4288)])
-def test_f55_fp8_swiglus_backward_is_that_of_plain_torch(shape, compiled, monkeypatch):
-    torch.manual_seed(compiled)
-    gate, up, grad = torch.randn((3, *shape), device="cuda", dtype=torch.bfloat16)
-    # rounded in FP8, the two in the middle grow by 5%, and their product beyond the largest value
-    gate[0, :3] = torch.tensor([8.0, 4.891, 0.01])
-    up[0, :3] = gate[0, :3].flip(0)
-    hidden = torch.nn.functional.silu(gate) * up
-    hidden_scale, gate_scale, up_scale = (
-        float8.scale_of(float8.E4M3, x) for x in (hidden, gate, up)
-    )
-    gate8 = float8.cast(gate, gate_scale, float8.E4M3)
-    up8 = float8.cast(up, up_scale, float8.E4M3)
-    inputs = gate8, gate_scale, up8, up_scale, hidden_scale, 1e-5 * grad
-    found = kernels_of_float8("swiglu_backward", compiled)(*inputs)
-    monkeypatch.setattr(float8, "runs_kernels", lambda _: False)
-    right = float8.swiglu_backward(*inputs)
-    assert torch.equal(found[1].float(), found[0].float().T)
-    for ours, plain in zip(found, right, strict=True):
-        assert ours.shape == plain.shape and ours.dtype == plain.dtype
-        assert not ours.float().isnan().any()
-        # the last digit may rarely be rounded another way, in e5m2 by a quarter of a value
-        tolerance = 0.02 if ours.dtype == float8.E5M2 else 0.004
-        assert (ours.float() - plain.float()).norm() < tolerance * plain.float().norm()
 
 
 def places_of_float8(code):
@@ -1037,12 +929,12 @@ def test_f55_compiled_code_stores_no_fp8_value_in_two_orders(kind):
     from torch._inductor import config, utils
 
     torch._dynamo.reset()
-    model, _, plan = small_model_in_float8(kind)
+    model, plan = small_model_in_float8(kind), compiling.plan(True, "", torch.device("cuda"))
     tokens, targets = torch.randint(512, (2, 8, 128), device="cuda")
-    compiled = compiling.compile_model(model, plan, False, kind)
+    compiled = compiling.compile_model(model, replace(plan, mode="default"))
     with config.patch(force_disable_caches=True), torch.autocast("cuda", torch.bfloat16):
         _, codes = utils.run_and_get_code(lambda: compiled(tokens, targets).backward())
-    assert any("_swiglu_backward_kernel" in code for code in codes)  # backward is among them
+    assert any("_cast_and_transpose_kernel" in code for code in codes)  # backward is among them
     places = [found for code in codes for found in places_of_float8(code)]
     assert len(places) > 5 and max(map(len, places)) == 1
 
@@ -1063,11 +955,10 @@ def test_f56_sums_over_many_tokens_keep_what_is_small(tokens, tolerance):
 PRODUCTS = """
 import torch
 from torch.profiler import ProfilerActivity, profile
-from steady import compiling, float8
+from steady import distributed, float8
 from model import GPT, GPTConfig
 model = GPT(GPTConfig(block_size=16, vocab_size=16, n_layer=1, n_head=1, n_embd=64)).cuda()
-optimizer = torch.optim.AdamW(model.parameters())
-float8.use_float8(model, optimizer, compiling.plan(False, "default", torch.device("cuda")))
+float8.use_float8(model, distributed.this_process("ddp", "cuda", "bfloat16"))
 scale = torch.ones((), device="cuda")
 def product(m, n, k, dtype):
     a, b = (torch.ones(rows, k, device="cuda").to(float8.E4M3) for rows in (m, n))
@@ -1129,13 +1020,56 @@ def test_f22_resuming_goes_on_where_it_stopped(data, tmp_path):
     assert parts["losses"] == pytest.approx(whole["losses"], abs=5e-3)
 
 
-def test_profile_and_memory_snapshot_can_be_opened(data, tmp_path):
-    found = train(data, tmp_path, "--profile=True", "--memory_snapshot=True", "--max_iters=10")
-    assert "trace.json" in found["shown"] and "memory.pickle" in found["shown"]
+def test_profile_can_be_opened(data, tmp_path):
+    found = train(data, tmp_path, "--profile=True", "--max_iters=10")
+    assert "trace.json" in found["shown"]
     trace = json.loads((tmp_path / "trace.json").read_text())
     assert any(event.get("cat") == "kernel" for event in trace["traceEvents"])
-    snapshot = pickle.loads((tmp_path / "memory.pickle").read_bytes())
-    assert snapshot["segments"] and any(snapshot["device_traces"])
+
+
+# ---- a student's edits -------------------------------------------------------------------------
+
+STUDENTS = [
+    "each_block_twice", "blocks_know_their_place", "a_learned_scalar", "experts_in_one_tensor",
+    "conv1d", "shared_projections", "a_frozen_block", "an_unused_layer",
+    "a_layer_used_in_some_steps", "relu2_leaves_gate_proj_unused", "gelu_with_biases",
+    "a_head_with_a_bias", "a_counter_in_a_buffer", "an_auxiliary_loss", "full_logits", "sgd",
+    "hooks_see_gradients", "autograd_grad", "plain_zero_grad", "a_running_average_of_the_weights",
+]  # fmt: skip
+STUDENT_MODES = ("off", "default", "reduce-overhead")
+
+
+@pytest.fixture(scope="module")
+def students(request, data, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("students")
+
+    def run(cell):
+        name, mode = cell
+        copy = folder / name
+        more = ["--optimizer=muon", "--learning_rate=3e-3", "--max_iters=8", "--dtype=float32"]
+        return train_cell(data, folder / f"{name}-{mode}", mode, "none", *more, cwd=copy)
+
+    wanted = selected(request, "name")
+    for name in wanted:
+        test_student.edited(test_student.EDITS[name], folder / name)
+    cells = [(name, mode) for name in wanted for mode in STUDENT_MODES]
+    with ThreadPoolExecutor(12) as pool:
+        return dict(zip(cells, pool.map(run, cells), strict=True))
+
+
+@pytest.mark.xdist_group("students")
+@pytest.mark.parametrize("name", STUDENTS)
+def test_a_students_edit_trains_alike_compiled_and_with_cuda_graphs(students, name):
+    off, *others = (students[name, mode] for mode in STUDENT_MODES)
+    assert "error" not in off, off["error"]
+    for mode, found in zip(STUDENT_MODES[1:], others, strict=True):
+        assert "error" not in found, found["error"]
+        worst = max(map(abs_difference, found["losses"], off["losses"]))
+        print(f"\n{name}, {mode}: worst {worst:.4f}, graphs {found['recorded']}")
+        assert "not compiled" not in found["shown"], found["shown"][:2000]
+        assert len(found["losses"]) == 8
+        # where the student's code counts its calls, the trial step counts too
+        assert worst < TOLERANCE or name == "a_layer_used_in_some_steps"
 
 
 def test_report_has_no_problem_here():

@@ -6,13 +6,12 @@ import subprocess
 import sys
 import types
 
-from steady import hardware
-
 import pytest
 import torch
 from conftest import ROOT
 
 from model import GPT, GPTConfig
+from steady import hardware
 
 CPU = torch.device("cpu")
 

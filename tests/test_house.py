@@ -1,11 +1,13 @@
 """The structure of the project, read from its sources: who imports whom, how long files are."""
 
 import ast
+import re
 import runpy
+import subprocess
+import sys
 from graphlib import TopologicalSorter
 from pathlib import Path
 
-import pytest
 from conftest import ROOT
 
 FILES = [*ROOT.glob("*.py"), *(ROOT / "steady").glob("*.py")]
@@ -13,11 +15,9 @@ MODULES = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path
 
 
 def imports(path: Path) -> set[str]:
-    """The project's modules that a file imports when it runs, wherever in the file that stands."""
+    """The project's modules that a file imports, wherever in the file that stands; also those that
+    only type checkers see."""
     tree, found = ast.parse(path.read_text(encoding="utf-8")), set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
-            node.body = []  # only for annotations
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
@@ -26,11 +26,11 @@ def imports(path: Path) -> set[str]:
     return found & MODULES.keys()
 
 
-def test_nothing_in_steady_imports_what_imports_it():
-    above = {"train", "model", "sample", "bench", "convert", "plot"}
+def test_nothing_in_steady_imports_a_script():
+    scripts = {"train", "sample", "bench", "convert", "plot"}
     for name, path in MODULES.items():
         if name.startswith("steady"):
-            assert not imports(path) & above, name
+            assert not imports(path) & scripts, name
 
 
 def test_imports_run_one_way():
@@ -40,17 +40,38 @@ def test_imports_run_one_way():
 
 def test_a_circle_and_an_import_upwards_would_be_found(tmp_path):
     path = tmp_path / "naive.py"
-    path.write_text("def f():\n    from steady import memory\n    import model\n")
+    path.write_text(
+        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import model\n"
+        "def f():\n    from steady import memory\n"
+    )
     assert imports(path) == {"steady.memory", "model"}
 
 
-@pytest.mark.parametrize("name", ["train.py", "model.py"])
-def test_the_two_files_can_be_read_in_one_sitting(name):
-    lines = (ROOT / name).read_text(encoding="utf-8").splitlines()
-    assert len(lines) <= 330
-    if name == "train.py":
-        end = next(i for i, line in enumerate(lines) if line == "# the end")
-        assert end - lines.index("while not stopping:") <= 90
+def test_the_model_needs_little_and_changes_nothing_global():
+    """A student reads model.py, and all that it loads, in one sitting."""
+    code = """
+import gc, os, signal, sys
+import torch, torch._dynamo, torch._functorch.config, torch.utils.checkpoint
+def state():
+    return (gc.get_threshold(), dict(os.environ), sys.excepthook, signal.getsignal(signal.SIGINT),
+            torch.get_float32_matmul_precision(), torch._functorch.config.get_config_copy())
+before = state()
+import model
+assert state() == before
+files = [m.__file__ for m in sys.modules.values() if getattr(m, "__file__", None)]
+print(*[f for f in files if f.startswith(os.getcwd() + os.sep) and ".venv" not in f], sep="\\n")
+"""
+    found = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    files = found.stdout.split()
+    lines = sum(len(Path(name).read_text(encoding="utf-8").splitlines()) for name in files)
+    assert 1 < len(files) <= 4 and lines <= 650, (files, lines, found.stderr)
+
+
+def test_train_names_few_things_of_other_files():
+    text = (ROOT / "train.py").read_text(encoding="utf-8")
+    files = "|".join(path.stem for path in (ROOT / "steady").glob("*.py"))
+    found = set(re.findall(rf"\b(?:{files}|convert)\.[a-z_]\w*", text)) - {"convert.py"}
+    assert len(found) <= 22, sorted(found)
 
 
 def test_only_one_module_asks_how_processes_share_the_work():

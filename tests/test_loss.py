@@ -1,8 +1,8 @@
-from steady.loss import linear_cross_entropy
-
 import pytest
 import torch
 from torch.nn import functional as F
+
+from steady.loss import linear_cross_entropy
 
 
 def inputs(n, c, v, dtype, ignored=()):

@@ -1,19 +1,16 @@
 import gc
 import math
 import weakref
-from functools import partial
-
-from steady import compiling
-from steady import generate as generation
-from steady.generate import KVCache, draw, generate
-from steady.optim import Gradients
-from steady.recompute import use_activation_checkpointing
 
 import pytest
 import torch
 from torch.nn import functional as F
 
 from model import GPT, GPTConfig, RMSNorm, apply_rope, rope_tables
+from steady import compiling
+from steady import generate as generation
+from steady.generate import KVCache, draw, generate
+from steady.recompute import use_activation_checkpointing
 
 
 def tiny(**changes) -> GPT:
@@ -106,21 +103,20 @@ def test_gqa_equals_attention_with_repeated_heads():
     torch.testing.assert_close(grouped(tokens), full(tokens))
 
 
-@pytest.mark.parametrize(("length", "dtype"), [(16, torch.float32), (520, torch.bfloat16)])
-def test_short_contexts_on_a_cpu_attend_in_float32(monkeypatch, length, dtype):
-    """Whose kernel takes up to five times as long in bfloat16."""
-    attention, seen = F.scaled_dot_product_attention, []
+@pytest.mark.parametrize(("length", "fused"), [(16, False), (520, True)])
+def test_short_contexts_on_a_cpu_attend_step_by_step(length, fused):
+    """The fused kernel takes up to five times as long in bfloat16."""
+    from torch.profiler import profile
 
-    def keep(q, k, v, **settings):
-        seen.append(attention(q, k, v, **settings))  # of the dtype that autocast chooses
-        return seen[-1]
+    from steady.hardware import use_onednn
 
-    monkeypatch.setattr(F, "scaled_dot_product_attention", keep)
     model = tiny(block_size=length, n_kv_head=2)
+    use_onednn(torch.device("cpu"), torch.bfloat16, 32, length)
     tokens = tokens_for(model, rows=1)
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast("cpu", torch.bfloat16), profile() as recorded:
         model(tokens, tokens).backward()
-    assert seen and all(y.dtype == dtype for y in seen)
+    names = {event.name for event in recorded.events()}
+    assert ("aten::_scaled_dot_product_flash_attention_for_cpu" in names) is fused
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -530,63 +526,6 @@ def test_f52_compiled_code_computes_the_same_gradients(kind, way, monkeypatch):
     torch.testing.assert_close(loss, expected)
     for parameter, gradient in zip(model.parameters(), gradients, strict=True):
         torch.testing.assert_close(parameter.grad, gradient, atol=1e-5, rtol=1e-4)
-
-
-@pytest.mark.parametrize(
-    "kind, way, tied",
-    [("none", "uncompiled", True), ("none", "in parts", True), ("none", "as one", False),
-     ("selective", "as one", True), ("block", "uncompiled", False), ("block", "in parts", True)],
-)  # fmt: skip
-def test_f52_layers_add_up_the_gradients_that_autograd_would(kind, way, tied, monkeypatch):
-    """To within what bfloat16 rounds: on a CPU autograd's come from one product for several layers.
-    Norms' gradients are left to autograd in either case."""
-    options = {"backend": "aot_eager_decomp_partition", "fullgraph": True}
-    compile = torch.compile
-    monkeypatch.setattr(torch, "compile", lambda f, mode, dynamic: compile(f, **options))
-    torch._dynamo.reset()
-    model = tiny(n_kv_head=2, tied_embeddings=tied)
-    tokens = tokens_for(model)
-    plan = compiling.Plan("no" if way == "uncompiled" else None, "default", way == "as one")
-    use_activation_checkpointing(model, kind)
-    gradients, by_autograd = Gradients(model, summed=False), set()
-
-    def note(name, gradient):
-        if gradient is not None:
-            by_autograd.add(name)
-
-    for name, parameter in model.named_parameters():
-        parameter.register_hook(partial(note, name))
-    found = []
-    for keep in (False, True):
-        gradients.keep(keep)
-        function = compiling.compile_model(model, plan, False, kind)
-        for _ in range(2):
-            gradients.clear()
-            by_autograd.clear()
-            for targets in (tokens, tokens.flip(0), tokens.flip(1)):
-                with torch.autocast("cpu", torch.bfloat16):
-                    function(tokens, targets).backward()
-            found.append([p.grad.clone() for p in model.parameters()])
-        assert any(name.endswith("proj.weight") for name in by_autograd) is not keep
-        assert any("embedding" in name or "lm_head" in name for name in by_autograd) is not keep
-        assert any("norm" in name for name in by_autograd)
-    for autograd, _, first, second in zip(*found, strict=True):
-        assert torch.equal(first, second)
-        assert (first - autograd).norm() < 0.01 * autograd.norm()
-
-
-def test_gradients_that_somebody_has_set_to_none_are_left_to_autograd():
-    model = tiny()
-    gradients = Gradients(model, summed=False, keep=True)
-    with torch.autocast("cpu", torch.bfloat16):
-        model(tokens_for(model), tokens_for(model)).backward()
-        expected = [p.grad.clone() for p in model.parameters()]
-        model.zero_grad()
-        model(tokens_for(model), tokens_for(model)).backward()
-    for parameter, gradient in zip(model.parameters(), expected, strict=True):
-        torch.testing.assert_close(parameter.grad, gradient, atol=1e-4, rtol=0.02)
-    gradients.clear()
-    assert all(not p.grad.any() for p in model.parameters())
 
 
 def test_activation_checkpointing_recomputes_what_it_says():

@@ -1,8 +1,8 @@
 import json
 
-from steady.runlog import read_metrics, training_clock
-
 import pytest
+
+from steady.runlog import read_metrics, training_clock
 
 FOREIGN_LINES = (
     b'[1, 2]\n3\nnull\n"iter"\n{"loss": 1.0}\n{"iter": "5", "loss": 1.0}\n{"iter": null}\n'

@@ -3,13 +3,13 @@
 import os
 import shutil
 
-from steady import checkpoint
-from steady.prepare import write_dataset
-from steady.tokenizer import ByteTokenizer, CharTokenizer, HFTokenizer
-
 import pytest
 import torch
 from conftest import ROOT, SUMS, TINY
+
+from steady import UserError, checkpoint
+from steady.prepare import write_dataset
+from steady.tokenizer import ByteTokenizer, CharTokenizer, HFTokenizer
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +92,7 @@ def test_f43_greedy_no_top_k_and_a_prompt_longer_than_the_context(run, trained):
 def test_bad_input_is_one_clear_line(run, trained, argument, message):
     with pytest.raises(ValueError, match=message) as error:
         sample(run, trained, *argument.split(" "))
-    assert type(error.value) is ValueError  # which is printed without a trace
+    assert type(error.value) is UserError  # which is printed without a trace
 
 
 def test_one_sample_streams_and_equals_the_same_sample_in_one_piece(fork, run, trained):

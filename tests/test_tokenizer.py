@@ -1,16 +1,16 @@
 import time
 
+import numpy as np
+import pytest
+
 from steady.tokenizer import (
     ByteTokenizer,
     CharTokenizer,
     GPT2Tokenizer,
     HFTokenizer,
     from_meta,
-    named,
+    load_tokenizer,
 )
-
-import numpy as np
-import pytest
 
 
 def test_char_round_trip_and_meta():
@@ -105,8 +105,8 @@ def word_level(folder):
 
 
 def test_a_tokenizer_that_truncates_and_pads_for_a_model_gives_all_of_a_text(tmp_path):
-    assert named(word_level(tmp_path)).encode("a b c a") == [0, 1, 2, 0]
-    assert named(word_level(tmp_path)).encode("a") == [0]
+    assert load_tokenizer(word_level(tmp_path)).encode("a b c a") == [0, 1, 2, 0]
+    assert load_tokenizer(word_level(tmp_path)).encode("a") == [0]
 
 
 def test_text_that_a_vocabulary_without_an_unknown_token_lacks_is_one_line():
@@ -130,4 +130,4 @@ def test_an_odd_config_beside_a_tokenizer_is_one_line(tmp_path, content, message
     name = word_level(tmp_path)
     (tmp_path / "config.json").write_text(content)
     with pytest.raises(ValueError, match=f"config.json.* {message}"):
-        named(name)
+        load_tokenizer(name)

@@ -9,6 +9,10 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
+import steady
+
+steady.start_script()
+
 from steady.prepare import prepare_hub_dataset
 
 # data set

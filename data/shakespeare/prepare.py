@@ -8,10 +8,13 @@ import sys
 from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[2])]
-from steady.prepare import split_text, write_dataset
-from steady.tokenizer import named
+import steady
+
+steady.start_script()
 
 from configurator import configure
+from steady.prepare import split_text, write_dataset
+from steady.tokenizer import load_tokenizer
 from tiny_shakespeare import tiny_shakespeare
 
 tokenizer = "gpt2"  # gpt2, byte, or hf:PATH_OR_HUB_ID
@@ -21,4 +24,4 @@ out = ""  # folder to write to; default: this one
 configure(globals(), positional="")
 
 splits = split_text(tiny_shakespeare(input))
-write_dataset(out or Path(__file__).parent, named(tokenizer), splits)
+write_dataset(out or Path(__file__).parent, load_tokenizer(tokenizer), splits)

@@ -8,10 +8,13 @@ import sys
 from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[2])]
-from steady.prepare import split_text, write_dataset
-from steady.tokenizer import CharTokenizer
+import steady
+
+steady.start_script()
 
 from configurator import configure
+from steady.prepare import split_text, write_dataset
+from steady.tokenizer import CharTokenizer
 from tiny_shakespeare import tiny_shakespeare
 
 input = ""  # a local copy of the text; default: download it

@@ -11,10 +11,14 @@ import sysconfig
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
-from steady.prepare import write_dataset
-from steady.tokenizer import CharTokenizer
+import steady
+
+steady.start_script()
 
 from configurator import configure
+from steady import UserError
+from steady.prepare import write_dataset
+from steady.tokenizer import CharTokenizer
 
 out = ""  # folder to write to; default: this one
 
@@ -26,7 +30,7 @@ for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py")):
     if content.isascii():
         sources.append(content.decode("ascii").replace("\r\n", "\n"))
 if not sources:
-    raise ValueError("this Python came without the sources of its standard library")
+    raise UserError("this Python came without the sources of its standard library")
 
 splits = {
     "train": ["".join(source for i, source in enumerate(sources) if i % 10 != 9)],

@@ -15,10 +15,14 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
-from steady.prepare import FILES, prepare_from_files
-from steady.textfiles import files_matching
+import steady
+
+steady.start_script()
 
 from configurator import configure
+from steady import UserError
+from steady.prepare import FILES, prepare_from_files
+from steady.textfiles import files_matching
 
 input = ""  # a file or a glob, or several with commas between
 tokenizer = "gpt2"  # gpt2, char, byte, or hf:PATH_OR_HUB_ID
@@ -31,20 +35,20 @@ out = ""  # folder to write to; default: data/text
 configure(globals(), positional="")
 
 if not input:
-    raise ValueError("no input: pass --input=FILE, or a glob such as --input='notes/**/*.md'")
+    raise UserError("no input: pass --input=FILE, or a glob such as --input='notes/**/*.md'")
 folder = Path(out or Path(__file__).parent)
 written = {(folder / name).resolve() for name in FILES}
 paths: dict[Path, Path] = {}  # as given, by where they really are
 for name in input.split(","):
     pattern = os.path.expanduser(name.strip())
     if not pattern:
-        raise ValueError(f"--input={input} has an empty name between its commas, or at an end")
+        raise UserError(f"--input={input} has an empty name between its commas, or at an end")
     found = [(path.resolve(), path) for path in files_matching(pattern)]
     # what an earlier run has made of the text is no text
     found = [(place, path) for place, path in found if place not in written]
     if not found:
         hint = f": name its files, such as --input='{pattern}/**/*.txt'"
-        raise ValueError(f"no file matches --input={pattern}" + hint * Path(pattern).is_dir())
+        raise UserError(f"no file matches --input={pattern}" + hint * Path(pattern).is_dir())
     for place, path in found:
         paths.setdefault(place, path)
 files = list(paths.values())

@@ -9,11 +9,15 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
+import steady
+
+steady.start_script()
+
+
+import numpy as np
 
 from steady.dataloader import read_meta
 from steady.tokenizer import from_meta
-
-import numpy as np
 
 folder = ROOT / "data" / "stdlib_char"
 ids = np.fromfile(folder / "val.bin", dtype="uint16")

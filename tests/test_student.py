@@ -1,0 +1,564 @@
+"""Edits that a student makes to model.py and train.py: every one works, or fails with the student's
+own traceback. Each is made to copies of the two files and runs with AdamW and Muon, one and two
+processes, one and two micro-batches, uncompiled and compiled (with CUDA graphs in test_gpu.py)."""
+
+import importlib.util
+import os
+import re
+import runpy
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import forked
+import pytest
+import torch
+from conftest import ROOT, TINY, free_port
+
+from steady import checkpoint
+from steady.runlog import read_metrics
+
+SETTINGS = [*TINY, "--learning_rate=5e-3", "--dtype=float32", "--max_iters=3", "--n_kv_head=1"]
+
+
+class Edit(NamedTuple):
+    """Pairs of (old, new) text for each of the two files, and what to expect."""
+
+    model: tuple[tuple[str, str], ...] = ()
+    train: tuple[tuple[str, str], ...] = ()
+    changes_loss: bool = True  # the curve differs from that of the unedited files
+    depends_on_split: bool = False  # the student's code itself does
+    samples: bool = True  # a KV cache still serves the edited model
+    fsdp: bool = True
+
+
+MLP_LINE = "        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))"
+ATTENTION_LINE = "        x = x + self.dropout(self.attention(self.attention_norm(x), rope, cache))"
+MLP_RESIDUAL = "        return x + self.dropout(self.mlp(self.mlp_norm(x)))"
+LOOP = """            x = block(x, rope, None if cache is None else cache.layer(i))  # (B, T, C)
+"""
+BLOCK_END = (
+    "        self.dropout = nn.Dropout(config.dropout)\n\n    def forward(self, x: Tensor, rope"
+)
+LOSS = "            return linear_cross_entropy(x, head.weight, targets.flatten(), bias=head.bias)"
+EMBED = "        x = self.token_embedding(tokens)  # (B, T, C)"
+GPT_END = '        for name in ("rope_cos", "rope_sin"):'
+SDPA = re.search(
+    r"            y = F\.scaled_dot_product_attention\(.*?\)  # fmt: skip\n",
+    (ROOT / "model.py").read_text(encoding="utf-8"),
+    re.DOTALL,
+).group()
+
+
+def in_block(line):
+    return (BLOCK_END, f"        {line}\n{BLOCK_END}")
+
+
+def in_gpt(line):
+    return (GPT_END, f"        {line}\n{GPT_END}")
+
+
+OPTIMIZER = "opt = optim.build_optimizer(raw_model, config, plan.compiled, process.dtype)"
+BACKWARD = "        scaler.scale(micro_loss).backward()"
+UNSCALE = "        scaler.unscale_(opt)"
+
+EDITS = {
+    # ---- the loop over the blocks, and blocks
+    "each_block_twice": Edit(((LOOP, LOOP + LOOP),), samples=False),
+    "one_block_for_all_layers": Edit(
+        (("nn.ModuleList(Block(config) for _ in range(config.n_layer))",
+          "nn.ModuleList([Block(config)] * config.n_layer)"),)
+    ),
+    "parallel_attention_and_mlp": Edit(
+        ((ATTENTION_LINE + "\n" + MLP_RESIDUAL,
+          "        y = self.attention_norm(x)\n"
+          "        return x + self.attention(y, rope, cache) + self.mlp(y)"),)
+    ),
+    "blocks_know_their_place": Edit(
+        (("Block(config) for _ in range", "Block(config, i) for i in range"),
+         ("class Block(nn.Module):\n    def __init__(self, config: GPTConfig):",
+          "class Block(nn.Module):\n    def __init__(self, config: GPTConfig, place: int):"),
+         in_block("self.place = place"),
+         (MLP_RESIDUAL, "        return x + self.mlp(self.mlp_norm(x)) / (self.place + 1)"))
+    ),
+    "a_list_under_another_name": Edit(
+        (("self.blocks = nn.ModuleList", "self.layers = nn.ModuleList"),
+         ("enumerate(self.blocks)", "enumerate(self.layers)")), changes_loss=False
+    ),
+    "blocks_return_a_second_value": Edit(
+        ((MLP_RESIDUAL, "        x = x + self.mlp(self.mlp_norm(x))\n"
+                        "        return x, x.float().square().mean()"),
+         (LOOP, LOOP.replace("x = block", "x, size = block")),
+         (LOSS, LOSS + " + size"))
+    ),
+    "value_residual": Edit(
+        (in_block("self.mix = nn.Parameter(torch.tensor([0.7, 0.3]))"),
+         ("        for i, block", "        first = x\n        for i, block"),
+         (LOOP, LOOP.replace("x = block(x,", "x = block(block.mix[0] * x + block.mix[1] * first,")))
+    ),
+    # ---- parameters of any kind
+    "a_learned_scalar": Edit(
+        (in_block("self.scale = nn.Parameter(torch.full((), 3.0))"),
+         (MLP_RESIDUAL, "        return x + self.scale * self.mlp(self.mlp_norm(x))")), fsdp=False
+    ),
+    "a_learned_vector": Edit(
+        (in_block("self.gain = nn.Parameter(torch.full((config.n_embd,), 0.5))"),
+         (MLP_RESIDUAL, "        return x + self.gain * self.mlp(self.mlp_norm(x))"))
+    ),
+    "a_bare_matrix": Edit(
+        (in_block("self.mix = nn.Parameter(torch.eye(config.n_embd))"),
+         (MLP_RESIDUAL, "        return x + self.mlp(self.mlp_norm(x)) @ self.mix"))
+    ),
+    "experts_in_one_tensor": Edit(
+        (in_block("self.experts = nn.Parameter(torch.randn(3, config.n_embd, config.n_embd) / 9)"),
+         (MLP_RESIDUAL, "        y = torch.einsum('btc,ecd->btd', self.mlp_norm(x), self.experts)\n"
+                        "        return x + y + self.mlp(self.mlp_norm(x))"))
+    ),
+    "four_dimensions": Edit(
+        (in_gpt("self.gate = nn.Parameter(torch.ones(1, 1, 2, config.n_embd // 2))"),
+         (EMBED, EMBED + "\n        x = (x.unflatten(2, (2, -1)) * self.gate).flatten(2) + 0.01"))
+    ),
+    "conv1d": Edit(
+        (in_block("self.conv = nn.Conv1d(config.n_embd, config.n_embd, 3, padding=2)"),
+         (MLP_RESIDUAL, "        y = self.conv(x.transpose(1, 2))[:, :, : x.shape[1]]\n"
+                        "        return x + y.transpose(1, 2)")), samples=False
+    ),
+    "learned_positions": Edit(
+        (in_gpt("self.positions = nn.Embedding(config.block_size, config.n_embd)"),
+         (EMBED, EMBED + "\n        x = x + self.positions.weight[: tokens.shape[1]]")),
+        samples=False
+    ),
+    "an_embedding_in_each_block": Edit(
+        (in_block("self.extra = nn.Embedding(config.vocab_size, config.n_embd)"),
+         (LOOP, "            x = x + block.extra(tokens)\n" + LOOP))
+    ),
+    "shared_projections": Edit(
+        ((("        self.qk_norm = config.qk_norm\n"),
+          "        self.v_proj.weight = self.k_proj.weight\n"
+          "        self.qk_norm = config.qk_norm\n"),)
+    ),
+    "a_frozen_embedding": Edit(
+        (in_gpt("self.token_embedding.weight.requires_grad_(False)"),
+         ("tied_embeddings: bool = True", "tied_embeddings: bool = False")),
+        (("tied_embeddings = True", "tied_embeddings = False"),)
+    ),
+    "a_frozen_block": Edit((in_gpt("self.blocks[0].requires_grad_(False)"),)),
+    "an_unused_layer": Edit((in_block("self.unused = nn.Linear(8, 8)"),)),
+    "a_layer_used_in_some_steps": Edit(
+        (in_block("self.sometimes = nn.Linear(config.n_embd, config.n_embd)"),
+         in_gpt("self.calls = 0"),
+         (EMBED, EMBED + "\n        self.calls += self.training"
+                         "\n        if self.calls % 3 == 0:"
+                         "\n            x = x + self.blocks[0].sometimes(x)")),
+        depends_on_split=True
+    ),
+    # ---- layers of any kind
+    "relu2_leaves_gate_proj_unused": Edit(
+        ((MLP_LINE, "        return self.down_proj(F.relu(self.up_proj(x)).square())"),)
+    ),
+    "gelu_with_biases": Edit(
+        (("self.up_proj = nn.Linear(config.n_embd, config.n_hidden, bias=False)",
+          "self.up_proj = nn.Linear(config.n_embd, config.n_hidden)"),
+         ("self.down_proj = nn.Linear(config.n_hidden, config.n_embd, bias=False)",
+          "self.down_proj = nn.Linear(config.n_hidden, config.n_embd, bias=True)"),
+         ("        self.gate_proj = nn.Linear(config.n_embd, config.n_hidden, bias=False)\n", ""),
+         (MLP_LINE, "        return self.down_proj(F.gelu(self.up_proj(x)))"))
+    ),
+    "layernorm": Edit(
+        (("self.attention_norm = RMSNorm(config.n_embd, config.norm_eps)",
+          "self.attention_norm = nn.LayerNorm(config.n_embd)"),
+         ("self.mlp_norm = RMSNorm(config.n_embd, config.norm_eps)",
+          "self.mlp_norm = nn.LayerNorm(config.n_embd)"))
+    ),
+    "a_head_with_a_bias": Edit(
+        (("nn.Linear(config.n_embd, config.vocab_size, bias=False)",
+          "nn.Linear(config.n_embd, config.vocab_size)"),)
+    ),
+    "attention_by_hand": Edit(
+        ((SDPA, "            k, v = (y.repeat_interleave(self.n_head // self.n_kv_head, 1)"
+                " for y in (k, v))\n"
+                "            scores = q @ k.mT / self.head_dim**0.5\n"
+                "            hidden = torch.ones(T, T, dtype=torch.bool, device=x.device).triu(1)\n"
+                "            y = scores.masked_fill(hidden, -torch.inf).softmax(-1) @ v\n"),),
+        changes_loss=False
+    ),
+    "a_sliding_window": Edit(
+        ((SDPA, "            near = torch.ones(T, T, dtype=torch.bool, device=x.device)"
+                ".tril().triu(-3)\n"
+                "            y = F.scaled_dot_product_attention(q, k, v, attn_mask=near,"
+                " enable_gqa=True)\n"),)
+    ),
+    "a_mask_of_minus_infinity_in_a_buffer": Edit(
+        ((("        self.qk_norm = config.qk_norm\n"),
+          "        self.qk_norm = config.qk_norm\n"
+          "        mask = torch.full((config.block_size, config.block_size), -torch.inf).triu(1)\n"
+          "        self.register_buffer('mask', mask)\n"),
+         (SDPA, "            y = F.scaled_dot_product_attention(q, k, v, enable_gqa=True,"
+                " attn_mask=self.mask[:T, :T].to(q.dtype))\n")), changes_loss=False
+    ),
+    "a_temperature_in_a_buffer": Edit(
+        (in_gpt("self.register_buffer('temperature', torch.tensor(0.5))"),
+         (LOSS, LOSS.replace("(x, ", "(x * self.temperature, ")))
+    ),
+    "a_counter_in_a_buffer": Edit(
+        (in_gpt("self.register_buffer('steps', torch.zeros((), dtype=torch.int64))"),
+         (EMBED, EMBED + "\n        self.steps += self.training")), changes_loss=False
+    ),
+    "initial_values_of_ones_own": Edit(
+        (("        self.down_proj = nn.Linear(config.n_hidden, config.n_embd, bias=False)\n",
+          "        self.down_proj = nn.Linear(config.n_hidden, config.n_embd, bias=False)\n"
+          "        nn.init.zeros_(self.down_proj.weight)\n"),)
+    ),
+    # ---- losses
+    "an_auxiliary_loss": Edit(
+        ((LOSS, LOSS + " + 1e-2 * x.float().square().mean()"),)
+    ),
+    "full_logits": Edit(
+        ((LOSS, "            return F.cross_entropy(self.lm_head(x), targets.flatten())"),),
+        changes_loss=False
+    ),
+    "a_negative_loss": Edit(((LOSS, LOSS + " - 10.0"),)),
+    "label_smoothing_from_a_new_setting": Edit(
+        (("    dropout: float = 0.0\n", "    dropout: float = 0.0\n    smoothing: float = 0.0\n"),
+         (LOSS, "            return F.cross_entropy(self.lm_head(x), targets.flatten(),"
+                " label_smoothing=self.config.smoothing)")),
+        (("dropout = 0.0  #", "smoothing = 0.2  # of the labels\ndropout = 0.0  #"),)
+    ),
+    # ---- train.py
+    "sgd": Edit((), ((OPTIMIZER, "opt = torch.optim.SGD(raw_model.parameters(), lr=0.1,"
+                                 " momentum=0.8)"),)),
+    "rmsprop_for_some": Edit(
+        (), ((OPTIMIZER, "opt = torch.optim.RMSprop(raw_model.blocks.parameters())"),)
+    ),
+    "hooks_see_gradients": Edit(
+        (), ((BACKWARD, "        seen = []\n"
+                        "        handles = [p.register_hook(lambda g: seen.append(g.norm()))"
+                        " for p in parameters]\n" + BACKWARD + "\n"
+                        "        assert len(seen) == len(parameters) and all(g > 0 for g in seen)\n"
+                        "        [handle.remove() for handle in handles]"),), changes_loss=False
+    ),
+    "autograd_grad": Edit(
+        (), ((BACKWARD, "        found = torch.autograd.grad(micro_loss, parameters,"
+                        " retain_graph=True)\n"
+                        "        assert all(g is not None for g in found)\n" + BACKWARD),),
+        changes_loss=False
+    ),
+    "plain_zero_grad": Edit(
+        (), (("        scaler.update()\n        opt.zero_grad(set_to_none=not plan.cuda_graphs)",
+              "        scaler.update()\n        opt.zero_grad()"),),
+        changes_loss=False
+    ),
+    "gradients_changed_by_hand": Edit(
+        (), ((UNSCALE, "        for p in parameters:\n            p.grad.sign_()\n" + UNSCALE),)
+    ),
+    "no_clipping": Edit(
+        (), (("optim.clip_gradients(opt, grad_clip)", "torch.zeros((), device=process.device)"),
+             ("grad_clip = 1.0", "grad_clip = 0.0"))
+    ),
+    "a_running_average_of_the_weights": Edit(
+        (), (("micro_batches = loader.micro_batches(iter_num)\n",
+              "micro_batches = loader.micro_batches(iter_num)\n"
+              "import copy\naverage = copy.deepcopy(raw_model)\n"),
+             ("        iter_num += 1\n",
+              "        iter_num += 1\n"
+              "        with torch.no_grad():\n"
+              "            for a, b in zip(average.parameters(), parameters, strict=True):\n"
+              "                a.lerp_(b, 0.5)\n"
+              "            assert evaluate(average, [(torch.zeros(1, 8, dtype=torch.int64,"
+              " device=process.device),) * 2 + (1.0,)]).isfinite()\n")),
+        changes_loss=False
+    ),
+    "a_rate_of_its_own_for_the_embedding": Edit(
+        (), (("        lr = optim.set_schedule(opt, iter_num, config)\n",
+              "        lr = optim.set_schedule(opt, iter_num, config)\n"
+              "        opt.param_groups[-2]['lr'] = lr / 3\n"),)
+    ),
+}  # fmt: skip
+
+
+def edits_of_the_page() -> dict[str, Edit]:
+    """The edits that docs/changing.md shows, as they stand there."""
+    text = (ROOT / "docs" / "changing.md").read_text(encoding="utf-8")
+    found = {}
+    for section in re.split(r"^## ", text, flags=re.MULTILINE)[1:]:
+        codes = re.findall(r"^```python\n(.*?)\n```$", section, re.DOTALL | re.MULTILINE)
+        pairs = {"model.py": [], "train.py": []}
+        for old, new in zip(codes[::2], codes[1::2], strict=True):
+            (name,) = [n for n in pairs if (ROOT / n).read_text(encoding="utf-8").count(old) == 1]
+            pairs[name].append((old, new))
+        title = section.splitlines()[0]
+        found[title] = Edit(
+            tuple(pairs["model.py"]), tuple(pairs["train.py"]), samples="Every block" not in title,
+            changes_loss=not title.startswith(("9", "10")),
+        )  # fmt: skip
+    return found
+
+
+EDITS |= edits_of_the_page()
+
+
+def test_the_page_shows_ten_edits():
+    assert len(edits_of_the_page()) == 10
+
+
+def edited(edit: Edit, copy: Path) -> Path:
+    """The project with the edit made to its two files."""
+    copy.mkdir(exist_ok=True)
+    for name in ("steady", "configurator.py", "convert.py", "sample.py"):
+        (copy / name).symlink_to(ROOT / name)
+    for name, pairs in (("model.py", edit.model), ("train.py", edit.train)):
+        text = (ROOT / name).read_text(encoding="utf-8")
+        for old, new in pairs:
+            assert text.count(old) == 1, (name, old)
+            text = text.replace(old, new)
+        (copy / name).write_text(text, encoding="utf-8")
+    return copy
+
+
+OURS = ("model", "convert", "configurator", "steady")
+
+
+def forget_project():
+    """Have the project's modules imported again; returns the modules that were imported."""
+    names = [name for name in sys.modules if name.partition(".")[0] in OURS]
+    return {name: sys.modules.pop(name) for name in names}
+
+
+@pytest.fixture
+def student(monkeypatch, capsys):
+    """`student(copy, "train.py", "--key=value")` runs a script of a copy in this process."""
+
+    def run(copy, script, *arguments):
+        mine = forget_project()
+        monkeypatch.setattr(sys, "argv", [str(copy / script), *map(str, arguments)])
+        monkeypatch.syspath_prepend(str(copy))
+        hook = sys.excepthook
+        try:
+            runpy.run_path(str(copy / script), run_name="__main__")
+        finally:
+            sys.excepthook = hook
+            held = sys.modules["steady.folder"].held
+            while held:  # the end of its process
+                for opened in held.popitem()[1]:
+                    os.close(opened)
+            forget_project()
+            sys.modules.update(mine)
+            sys.path.remove(str(copy))
+        return capsys.readouterr().out
+
+    return run
+
+
+def losses(out):
+    return [entry["loss"] for entry in read_metrics(out / "metrics.jsonl") if "loss" in entry]
+
+
+@pytest.fixture(scope="module")
+def plain_losses(sums, tmp_path_factory):
+    out = tmp_path_factory.mktemp("plain")
+    process = forked.start(
+        ["train.py", *SETTINGS, f"--dataset={sums}", f"--out_dir={out}"],
+        dict(os.environ), out / "output.txt",
+    )  # fmt: skip
+    assert process.wait(100) == 0, (out / "output.txt").read_text()
+    return losses(out)
+
+
+@pytest.fixture
+def traced(monkeypatch):
+    """torch.compile as far as its graphs: kernels would take seconds each, and compute the same."""
+    compile = torch.compile
+    monkeypatch.setattr(
+        torch, "compile", lambda model, mode, dynamic: compile(model, backend="aot_eager",
+                                                               dynamic=dynamic)
+    )  # fmt: skip
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("name", EDITS)
+def test_an_edit_trains_resumes_samples_and_compiles(
+    student, sums, tmp_path, plain_losses, traced, name
+):
+    edit = EDITS[name]
+    copy = edited(edit, tmp_path / "copy")
+    muon = ["--batch_size=2", "--gradient_accumulation_steps=2", "--optimizer=muon"]
+    found = {}
+    for way, arguments in (("adamw", []), ("muon", muon), ("compiled", [*muon, "--compile=True"])):
+        shown = student(copy, "train.py", *SETTINGS, *arguments, f"--dataset={sums}",
+                        f"--out_dir={tmp_path / way}")  # fmt: skip
+        assert "compiling fails" not in shown
+        found[way] = losses(tmp_path / way)
+        assert len(found[way]) == 3 and all(abs(loss) < 20 for loss in found[way])
+    if not edit.depends_on_split:  # nor on the trial step, which runs as often as it is tried
+        assert found["compiled"] == pytest.approx(found["muon"], abs=1e-3)
+    differs = found["adamw"] != pytest.approx(plain_losses, abs=1e-4)
+    assert differs is edit.changes_loss
+
+    resumed = [*SETTINGS, *muon, f"--dataset={sums}", f"--out_dir={tmp_path / 'two'}"]
+    student(copy, "train.py", *resumed, "--max_iters=2")
+    saved = checkpoint.load(tmp_path / "two" / "ckpt.pt")
+    shown = student(copy, "train.py", *resumed, "--init_from=resume")
+    if name != "a_layer_used_in_some_steps":  # its counter is no buffer, and is not saved
+        assert losses(tmp_path / "two") == found["muon"]
+    count = re.search(r"model ([\d,]+) parameters", shown).group(1)
+    shared = {tensor.data_ptr(): tensor.numel() for tensor in saved["model"].values()}
+    assert int(count.replace(",", "")) <= sum(shared.values())
+    if edit.samples:
+        shown = student(copy, "sample.py", f"--out_dir={tmp_path / 'two'}", "--start=1",
+                        "--num_samples=1", "--max_new_tokens=5", "--device=cpu")  # fmt: skip
+        assert shown.startswith("1")
+
+
+LOOPED = """
+import os, runpy, sys, traceback
+from pathlib import Path
+ours = ("model", "convert", "configurator", "steady")
+import torch.distributed
+for copy, *arguments in {jobs!r}:
+    for name in [n for n in sys.modules if n.partition(".")[0] in ours]:
+        del sys.modules[name]
+    sys.argv, sys.path[:1] = [copy + "/train.py", *arguments], [copy]
+    real = os._exit
+    def not_yet(status):
+        raise SystemExit(status)
+    os._exit = not_yet
+    try:
+        runpy.run_path(copy + "/train.py", run_name="__main__")
+    except SystemExit as error:
+        if error.code:
+            raise
+    finally:
+        os._exit = real
+    os.environ["MASTER_PORT"] = str(int(os.environ["MASTER_PORT"]) + 1)
+"""
+
+
+def test_two_processes_train_edits_as_one_does(sums, tmp_path):
+    """Gradients that only some processes have, or none, are exchanged too."""
+    names = [name for name, edit in EDITS.items() if not edit.depends_on_split]
+    muon = ["--optimizer=muon", "--eval_interval=0", f"--dataset={sums}"]
+    halved = ["--batch_size=2", "--gradient_accumulation_steps=2"]
+    copies = [str(edited(EDITS[name], tmp_path / name)) for name in names]
+    port, running = free_port(), []
+    for rank in range(3):  # the last one trains alone
+        out = "alone" if rank == 2 else "both"
+        split = halved if rank < 2 else []
+        own = [[copy, *SETTINGS, *muon, *split, f"--out_dir={tmp_path / out / name}"]
+               for copy, name in zip(copies, names, strict=True)]  # fmt: skip
+        place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2,
+                 "MASTER_ADDR": "127.0.0.1"} if rank < 2 else {}  # fmt: skip
+        variables = os.environ | {k: str(v) for k, v in place.items()} | {"MASTER_PORT": str(port)}
+        running.append(forked.start([], variables, tmp_path / f"{rank}.txt",
+                                    LOOPED.format(jobs=own)))  # fmt: skip
+    ends = [process.wait(100) for process in running]
+    assert ends == [0, 0, 0], (tmp_path / f"{ends.index(max(ends, key=abs))}.txt").read_text()
+    for name in names:
+        both, alone = (losses(tmp_path / out / name) for out in ("both", "alone"))
+        assert len(both) == 3 and both == pytest.approx(alone, abs=2e-4), name
+
+
+# ---- errors of the student's own ---------------------------------------------------------------
+
+WRONG = ("        B, T, _ = x.shape\n", "        B, T = x.shape\n")
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_f57_a_students_error_keeps_its_traceback(fork, sums, tmp_path, compiled):
+    copy = edited(Edit((WRONG,)), tmp_path / "copy")
+    code = f"""
+import sys
+for name in [n for n in sys.modules if n.partition(".")[0] in {OURS!r}]:
+    del sys.modules[name]
+sys.path.insert(0, {str(copy)!r})
+"""
+    process = fork(copy / "train.py", *SETTINGS, f"--compile={compiled}", f"--dataset={sums}",
+                   f"--out_dir={tmp_path / 'out'}", code=code)  # fmt: skip
+    shown = process.stdout.read()
+    number = (copy / "model.py").read_text().splitlines().index(WRONG[1].rstrip()) + 1
+    assert process.wait() == 1
+    assert f'model.py", line {number}, in forward\n    B, T = x.shape\n' in shown
+    assert shown.count("Traceback") == 1
+    assert "ValueError: too many values to unpack (expected 2)" in shown
+    assert "compiling fails" not in shown and "error: " not in shown
+
+
+def test_f57_every_error_but_a_user_error_or_the_systems_keeps_its_traceback(capsys):
+    from configurator import one_line_errors
+    from steady import UserError
+
+    for error, one_line in (
+        (ValueError("x"), False), (UserError("x"), True), (OSError("x"), False),
+        (FileNotFoundError(2, "No such file", "x"), True), (KeyError("x"), False),
+    ):  # fmt: skip
+        one_line_errors(type(error), error, None)
+        assert capsys.readouterr().err.startswith("error: ") is one_line
+
+
+def test_f89_compiled_code_is_the_students_loop_over_the_blocks(
+    student, sums, tmp_path, traced, plain_losses
+):
+    """An edit of the loop changes compiled training as it changes uncompiled training."""
+    copy = edited(EDITS["each_block_twice"], tmp_path / "copy")
+    for way in ("False", "True"):
+        student(copy, "train.py", *SETTINGS, f"--compile={way}", "--max_iters=2",
+                f"--dataset={sums}", f"--out_dir={tmp_path / way}")  # fmt: skip
+    assert losses(tmp_path / "True") == pytest.approx(losses(tmp_path / "False"), abs=1e-4)
+    assert losses(tmp_path / "True") != pytest.approx(plain_losses[:2], abs=1e-3)
+
+
+def test_f60_hooks_and_autograd_see_all_gradients():
+    from model import GPT, GPTConfig
+
+    model = GPT(GPTConfig(block_size=8, vocab_size=64, n_layer=1, n_head=2, n_embd=16))
+    tokens, seen = torch.zeros(2, 8, dtype=torch.int64), {}
+    for name, parameter in model.named_parameters():
+        parameter.register_hook(lambda gradient, name=name: seen.setdefault(name, gradient))
+    model(tokens, tokens).backward()
+    found = torch.autograd.grad(model(tokens, tokens), list(model.parameters()))
+    for (name, parameter), gradient in zip(model.named_parameters(), found, strict=True):
+        torch.testing.assert_close(seen[name], parameter.grad)
+        torch.testing.assert_close(gradient, parameter.grad)
+
+
+def test_values_that_a_student_gives_survive(monkeypatch, tmp_path):
+    """Those of parameters, buffers and layers, also where weights are drawn on a device."""
+    edit = Edit((
+        in_block("self.scale = nn.Parameter(torch.full((), 3.0))"),
+        in_block("self.norm = nn.LayerNorm(config.n_embd)"),
+        in_block("self.table = nn.Parameter(torch.eye(4))"),
+        in_block("self.register_buffer('own', torch.arange(3))"),
+        in_block("self.zero = nn.Linear(4, 4); nn.init.zeros_(self.zero.weight)"),
+    ))  # fmt: skip
+    copy = edited(edit, tmp_path / "copy")
+    spec = importlib.util.spec_from_file_location("edited", copy / "model.py")
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "edited", module)  # where dataclass looks
+    spec.loader.exec_module(module)
+    config = module.GPTConfig(block_size=8, vocab_size=64, n_layer=1, n_head=2, n_embd=16)
+    with torch.device("cpu"):
+        block = module.GPT(config).blocks[0]
+    assert block.scale == 3.0 and torch.equal(block.table, torch.eye(4))
+    assert (block.norm.weight == 1).all() and torch.equal(block.own, torch.arange(3))
+    assert not block.zero.weight.any() and block.mlp.up_proj.weight.std() < 0.03
+
+
+def test_a_new_setting_is_one_line(student, sums, tmp_path):
+    copy = edited(EDITS["label_smoothing_from_a_new_setting"], tmp_path / "copy")
+    run = [*SETTINGS, f"--dataset={sums}", f"--out_dir={tmp_path / 'out'}", "--max_iters=1"]
+    shown = student(copy, "train.py", *run, "--smoothing=0.3")
+    assert "smoothing=0.3" in shown
+    saved = checkpoint.load(tmp_path / "out" / "ckpt.pt")
+    assert saved["config"]["smoothing"] == saved["model_config"]["smoothing"] == 0.3
+    with pytest.raises(SystemExit):
+        student(copy, "train.py", "--help")
+    with pytest.raises(ValueError, match="smoothing takes a value of type float"):
+        student(copy, "train.py", "--smoothing=a")
+
+
+def test_fsdp_names_the_parameters_that_it_cannot_divide():
+    from steady import distributed
+
+    model = torch.nn.Module()
+    model.scale = torch.nn.Parameter(torch.full((), 3.0))
+    with pytest.raises(ValueError, match="parallel=fsdp cannot divide scale: .* shape \\(1,\\)"):
+        distributed.shard(model, distributed.Process(0, 0, 2, "fsdp"))
