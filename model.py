@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from steady import UserError
-from steady.loss import compute_dtype, linear_cross_entropy
+from steady.loss import LinearCrossEntropy, compute_dtype
 
 
 @dataclass
@@ -204,6 +204,7 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layer))
         self.final_norm = RMSNorm(config.n_embd, config.norm_eps)
         self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
+        self.cross_entropy = LinearCrossEntropy()  # F.cross_entropy of lm_head's logits
         if config.tied_embeddings:
             self.lm_head.weight = self.token_embedding.weight
         for name in ("rope_cos", "rope_sin"):
@@ -266,7 +267,7 @@ class GPT(nn.Module):
         x = self.final_norm(x)
         if targets is not None:
             x, head = x.flatten(0, 1), self.lm_head  # (B * T, C)
-            return linear_cross_entropy(x, head.weight, targets.flatten(), bias=head.bias)
+            return self.cross_entropy(x, head.weight, targets.flatten(), head.bias)
         return self.lm_head(x if cache is None else x[:, -1:])
 
     def num_params(self) -> int:

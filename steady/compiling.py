@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch._functorch.config as functorch_config
+from torch import nn
 
 from steady.distributed import Process
 from steady.environment import (
@@ -124,8 +125,8 @@ def graphs_report() -> str:
 
 
 def compile_model(
-    model: torch.nn.Module, plan: Plan, sharded: bool = False, checkpointing: str = "none"
-) -> torch.nn.Module:
+    model: nn.Module, plan: Plan, sharded: bool = False, checkpointing: str = "none"
+) -> nn.Module:
     """The model to run: `model` with its blocks compiled in place, one by one, or the compiled form
     of all of it with CUDA graphs, where each graph costs a launch; `model` itself if nothing is
     compiled.
@@ -158,13 +159,15 @@ def compile_model(
     return model
 
 
-def compiled_parts(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """The model's blocks, and its norms and other small layers beside them. (Not the embedding: a
-    CPU's code would add its gradients up in any order. And not linear layers: one product.)"""
+def compiled_parts(model: nn.Module) -> list[nn.Module]:
+    """The model's blocks, and the layers beside them: embeddings, norms, the loss. (Not dropout and
+    linear layers: one operation. Not embeddings on a CPU, whose code would add their gradients up
+    in any order.)"""
     blocks = repeated_blocks(model)
-    plain = torch.nn.ModuleList | torch.nn.Sequential | torch.nn.Embedding | torch.nn.Linear
-    small = [m for m in model.children() if not isinstance(m, plain) and list(m.parameters())]
-    return blocks + small if blocks else []
+    left_out = (nn.ModuleList, nn.Sequential, nn.Linear, nn.Dropout)
+    if not next(model.parameters()).is_cuda:
+        left_out += (nn.Embedding,)
+    return blocks + [m for m in model.children() if not isinstance(m, left_out)] if blocks else []
 
 
 def is_compile_error(error: Exception) -> bool:

@@ -12,7 +12,7 @@ N rows (B * T), C hidden size, V vocabulary.
 import math
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from steady.kernels import runs_kernels, tl, triton
@@ -56,6 +56,15 @@ def linear_cross_entropy(
     parts = zip(hidden.to(dtype).split(chunk), targets.split(chunk), strict=True)
     total = sum(_losses(_log_softmax(F.linear(h, weight, bias)), t).sum() for h, t in parts)
     return total / _count(targets)
+
+
+class LinearCrossEntropy(nn.Module):
+    """`linear_cross_entropy` as a layer, so that it is compiled as the model's other layers are."""
+
+    def forward(
+        self, hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None = None
+    ) -> Tensor:
+        return linear_cross_entropy(hidden, weight, targets, bias=bias)
 
 
 def _log_softmax(logits: Tensor) -> Tensor:

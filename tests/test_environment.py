@@ -277,7 +277,7 @@ def compiled_model(way, kind="none", **config):
     return model, compiling.compile_model(model, plan, sharded, kind)
 
 
-@pytest.mark.parametrize(("way", "pieces"), [("in parts", 2), ("as one", 1), ("sharded", 1)])
+@pytest.mark.parametrize(("way", "pieces"), [("in parts", 3), ("as one", 1), ("sharded", 1)])
 def test_f04_no_code_is_compiled_for_all_shapes(graphs, way, pieces):
     """It would be slow, and CUDA graphs would be recorded for every shape all the same."""
     _, function = compiled_model(way)
@@ -309,7 +309,7 @@ def test_f03_a_sample_compiles_nothing_where_parts_are_compiled_in_place(graphs,
 
 
 @pytest.mark.parametrize("kind", CHOICES["activation_checkpointing"])
-@pytest.mark.parametrize(("way", "pieces"), [("in parts", 2), ("sharded", 1)])
+@pytest.mark.parametrize(("way", "pieces"), [("in parts", 3), ("sharded", 1)])
 def test_f53_code_for_one_part_serves_all(graphs, way, pieces, kind):
     _, function = compiled_model(way, kind, n_layer=12)
     tokens = torch.zeros(2, 8, dtype=torch.int64)

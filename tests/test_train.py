@@ -23,7 +23,7 @@ from conftest import ROOT, TINY, skip_until
 
 import model as model_file
 from configurator import architecture_note, batch_note, read_settings, resolve
-from steady import checkpoint, compiling, dataloader, hardware, memory, optim, recompute
+from steady import checkpoint, compiling, dataloader, hardware, loss, memory, optim, recompute
 from steady.distributed import Process
 from steady.runlog import RunLog, read_metrics
 from steady.stop import resume_command
@@ -182,7 +182,7 @@ def test_f16_low_precision_trains_on_cpu_without_deprecated_calls(run, sums, tmp
 def poison(monkeypatch, at_call, training=True):
     """From the `at_call`-th loss of training, or else of evaluation, on: NaN."""
     calls = []
-    original = model_file.linear_cross_entropy
+    original = loss.linear_cross_entropy
 
     def poisoned(*arguments, **options):
         loss = original(*arguments, **options)
@@ -192,7 +192,7 @@ def poison(monkeypatch, at_call, training=True):
                 return loss * float("nan")
         return loss
 
-    monkeypatch.setattr(model_file, "linear_cross_entropy", poisoned)
+    monkeypatch.setattr(loss, "linear_cross_entropy", poisoned)
 
 
 @pytest.mark.parametrize(("training", "log_interval"), [(True, 1), (True, 4), (False, 1)])
@@ -215,7 +215,7 @@ def test_f19_loss_that_is_not_finite_stops_and_keeps_the_checkpoint(
 def test_f19_one_infinite_gradient_is_skipped_and_training_goes_on(
     run, sums, tmp_path, monkeypatch
 ):
-    original = model_file.linear_cross_entropy
+    original = loss.linear_cross_entropy
     calls = []
 
     def explode_once(*arguments, **options):
@@ -226,7 +226,7 @@ def test_f19_one_infinite_gradient_is_skipped_and_training_goes_on(
                 loss.register_hook(lambda gradient: gradient * float("inf"))
         return loss
 
-    monkeypatch.setattr(model_file, "linear_cross_entropy", explode_once)
+    monkeypatch.setattr(loss, "linear_cross_entropy", explode_once)
     train(run, tmp_path, sums)
     assert len(calls) > 4
     assert losses(tmp_path)[-1] < losses(tmp_path)[0]
@@ -242,7 +242,7 @@ def test_f19_gradients_that_are_never_finite_are_told_once_and_end_the_run(
     arguments = [f"--dtype={dtype}", f"--log_interval={log_interval}", "--max_iters=300"]
     train(run, tmp_path, sums, *arguments, "--max_iters=4")
     good = checkpoint.load(tmp_path / "ckpt.pt")["model"]
-    original = model_file.linear_cross_entropy
+    original = loss.linear_cross_entropy
 
     def explode(*arguments, **options):
         loss = original(*arguments, **options)
@@ -250,7 +250,7 @@ def test_f19_gradients_that_are_never_finite_are_told_once_and_end_the_run(
             loss.register_hook(lambda gradient: gradient * float("inf"))
         return loss
 
-    monkeypatch.setattr(model_file, "linear_cross_entropy", explode)
+    monkeypatch.setattr(loss, "linear_cross_entropy", explode)
     with pytest.raises(ValueError, match="gradients of 10. steps in a row, .*ckpt.pt is kept: go"):
         train(run, tmp_path, sums, *arguments, "--init_from=resume", "--eval_interval=20")
     shown = capsys.readouterr().out
