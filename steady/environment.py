@@ -20,7 +20,10 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
-from steady import ALLOCATOR_VARIABLES
+from steady import ALLOCATOR_VARIABLES, start_script
+
+if __name__ == "__main__":
+    start_script()  # before torch is imported, as a run does
 
 try:
     import torch

@@ -389,7 +389,10 @@ def test_f04_naive_varying_shapes_record_a_graph_each():
 
 def expandable(**variables):
     clean = {k: v for k, v in os.environ.items() if k not in environment.ALLOCATOR_VARIABLES}
-    script = "from steady import environment; print(environment.expandable_segments())"
+    script = (
+        "import steady; steady.start_script(); from steady import environment; "
+        "print(environment.expandable_segments())"
+    )
     if "naive" in variables:
         script = (
             "import os, torch\n"
