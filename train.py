@@ -144,7 +144,7 @@ iter_num, best_val_loss = start.iter_num, start.best_val_loss
 data_offset = start.sequences - iter_num * sequences_per_iter
 if process.master and not eval_only:
     folder.archive_previous_run(out_path, start.outdated)
-pretrained_dtype = start.pretrained_dtype  # for convert.py
+pretrained_dtype = start.pretrained_dtype  # of the files that the weights came from
 del start  # the checkpoint's tensors
 
 log = RunLog(out_path, config, iter_num, quiet=not process.master)

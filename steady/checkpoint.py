@@ -171,7 +171,7 @@ def begin_from(init_from: str, path: Path, process: Process) -> str:
     `path` before, else `init_from`. The first process decides for all."""
 
     def decide() -> str:
-        with contextlib.suppress(Exception):  # damage is reported by `read`
+        with contextlib.suppress(Exception):  # missing or damaged: not of this launch
             if load_plain(path)["launch"] == distributed.launch():
                 return "resume"
         return init_from

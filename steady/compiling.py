@@ -170,11 +170,6 @@ def compiled_parts(model: nn.Module) -> list[nn.Module]:
     return blocks + [m for m in model.children() if not isinstance(m, left_out)] if blocks else []
 
 
-def is_compile_error(error: Exception) -> bool:
-    """Whether torch says that compiling failed."""
-    return isinstance(error, torch._dynamo.exc.TorchDynamoException)
-
-
 def why_not_compiled(error: Exception) -> str:
     """What torch.compile says, in one line; with TORCHDYNAMO_VERBOSE=1 all of it is printed too."""
     if torch._dynamo.config.verbose:

@@ -113,8 +113,9 @@ def this_process(
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
     found = {name: os.environ[name] for name in names if name in os.environ}
     try:
-        rank, local_rank, world_size = (int(found.get(name, 0)) for name in names) if found else (
-            0, 0, 1)  # fmt: skip
+        rank, local_rank, world_size = (
+            int(found.get(name, alone)) for name, alone in zip(names, (0, 0, 1), strict=True)
+        )
         complete = len(found) in (0, 3) and 0 <= rank < world_size and 0 <= local_rank
     except ValueError:
         complete = False

@@ -13,11 +13,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from configurator import CHOICES
 from steady import UserError, compiling, distributed, hardware
 from steady.compiling import Plan
 from steady.distributed import Process
 
-CHECKPOINTING = ("none", "selective", "block")  # from the fastest to the smallest
+CHECKPOINTING = CHOICES["activation_checkpointing"]
 SAFE = 0.8  # share of the memory that a rough estimate may take where there is no second try
 
 OUT_OF_MEMORY = "out of memory"
@@ -142,7 +143,7 @@ def fit(
             peak = hardware.peak_memory_gib(process.device)
             if peak is not None:
                 lines.append(f"memory {peak:.2f} of {available_gib:.2f} GiB in a trial step")
-            if peak is None:  # this device does not count
+            else:  # this device does not count
                 tokens = splits[0].batch_size * config["block_size"]
                 peak = rough_gib(config, tokens, splits[0].activation_checkpointing, process)
             keep_gathered_if_there_is_room(model, peak, available_gib, process)
