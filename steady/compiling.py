@@ -148,6 +148,8 @@ def compile_model(
     torch._dynamo.config.accumulated_recompile_limit = 2 * MAX_VERSIONS
     if sharded:  # without activation checkpointing, recompute what costs next to nothing
         functorch_config.activation_memory_budget = 0.9 if checkpointing == "none" else 1.0
+    from torch._dynamo.external_utils import wrap_inline  # takes seconds to import
+
     options = {"mode": plan.mode, "dynamic": False}
     if plan.cuda_graphs or not parts:
         return torch.compile(model, **options)
@@ -155,7 +157,8 @@ def compile_model(
         if sharded:  # FSDP2's hooks, which exchange weights, stay outside of compiled code
             part.forward = torch.compile(part.forward, **options)
         else:
-            part.compile(**options)
+            # torch does not compile calls of its own layers, such as nn.Embedding, as they are
+            part._compiled_call_impl = torch.compile(wrap_inline(part._call_impl), **options)
     return model
 
 

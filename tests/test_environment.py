@@ -295,6 +295,14 @@ def test_compiled_code_on_a_cpu_adds_the_embeddings_gradients_in_one_order():
     assert model.blocks[0]._compiled_call_impl and model.final_norm._compiled_call_impl
 
 
+def test_layers_of_torchs_own_are_compiled_too(graphs, monkeypatch):
+    """`nn.Embedding.compile()` compiles nothing. (On a GPU the embedding is one of the parts.)"""
+    monkeypatch.setattr(compiling, "compiled_parts", lambda model: [model.token_embedding])
+    model, _ = compiled_model("in parts")
+    model.token_embedding(torch.zeros(2, 8, dtype=torch.int64))
+    assert len(graphs) == 1
+
+
 @pytest.mark.parametrize("way", ["in parts", "sharded"])
 def test_f03_a_sample_compiles_nothing_where_parts_are_compiled_in_place(graphs, way):
     model, function = compiled_model(way)

@@ -122,7 +122,7 @@ def test_freed_memory_is_kept_from_step_to_step():
         env=os.environ | {"MALLOC_TRIM_THRESHOLD_": "131072"},  # else glibc adapts, by chance
     )  # fmt: skip
     given_back, kept = map(int, found.stdout.split())  # pages faulted in, per step
-    assert kept < 100 and given_back > 300, found.stdout
+    assert given_back > 300 and kept < given_back / 20, found.stdout
 
 
 def processor(tmp_path, monkeypatch, vendor, capability):
