@@ -41,6 +41,7 @@ CHOICES = {
     "lr_schedule": ("cosine", "wsd"),
     "size": ("tiny", "30m", "124m", "350m"),  # dev/time_to_loss.py
     "x": ("iter", "tokens", "time"),  # plot.py
+    "y": ("loss", "bpb"),  # plot.py
 }
 RANGES = (
     # what has an upper end here would overflow, or take longer than anybody waits

@@ -16,6 +16,7 @@ if __name__ == "__main__":
 import json
 import os
 import re
+import secrets
 import shutil
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,8 +28,16 @@ from model import GPT, GPTConfig
 from steady import UserError, checkpoint
 from steady.checkpoint import Start
 from steady.dataloader import DataSet
+from steady.folder import whole_file
 from steady.hardware import choose_dtype
-from steady.tokenizer import find_folder, from_meta, hf_tokenizer_meta, write_hf_tokenizer
+from steady.tokenizer import (
+    find_folder,
+    from_meta,
+    hf_tokenizer_meta,
+    read_json,
+    same_tokenizer,
+    write_hf_tokenizer,
+)
 
 # which checkpoint
 out_dir = "out"  # folder of the checkpoint
@@ -51,12 +60,13 @@ WRITER = {"written_by": "steadyGPT"}  # in the metadata of exported weights
 
 
 class Pretrained(NamedTuple):
-    """What is read from a folder: GPTConfig's arguments, weights, tokenizer, the files' dtype."""
+    """What is read from a folder: GPTConfig's arguments, weights, tokenizer, and what an export
+    must keep: the files' dtype, and contents of files by name."""
 
     model_config: dict[str, Any]
     weights: dict[str, torch.Tensor]
     tokenizer: dict[str, Any]
-    dtype: str
+    came_with: dict[str, Any]
 
 
 def rename(name: str, names: dict[str, str]) -> str:
@@ -131,7 +141,7 @@ def read_pretrained(source: str) -> Pretrained:
     Raises UserError for anything that would make its numbers differ from the original's.
     """
     model_config = read_model_config(find_folder(source, ["*.json"]))  # before much is downloaded
-    folder = find_folder(source, ["*.json", "model*.safetensors"])
+    folder = find_folder(source, ["*.json", "*.jinja", "model*.safetensors"])
     try:
         from safetensors.torch import load_file
     except ImportError:
@@ -139,7 +149,17 @@ def read_pretrained(source: str) -> Pretrained:
     # some have a second copy beside these, such as consolidated.safetensors, with other names
     files = sorted(folder.glob("model*.safetensors")) or sorted(folder.glob("*.safetensors"))
     if not files:
-        raise UserError(f"{folder} holds no *.safetensors file")
+        hint = ""
+        if any([*folder.glob("*.bin"), *folder.glob("*.pth")]):
+            hint = (
+                ", but another kind of weights: make one with python -c 'from transformers import "
+                f'AutoModelForCausalLM as A; A.from_pretrained("{source}").save_pretrained('
+                '"NEW_FOLDER")\', and copy its other files there'
+            )
+        raise UserError(f"{folder} holds no *.safetensors file{hint}")
+    listed = read_json(folder / "model.safetensors.index.json").get("weight_map", {})
+    if missing := sorted(set(listed.values()) - {file.name for file in files}):
+        raise UserError(f"{folder} lacks {', '.join(missing[:5])}: download the model again")
     tensors = {}
     for file in files:
         try:
@@ -162,8 +182,15 @@ def read_pretrained(source: str) -> Pretrained:
     with torch.device("meta"):
         expected = GPT(GPTConfig(**model_config))
     checkpoint.check_weights(weights, expected, f"{folder} does not fit its config.json in")
-    dtype = str(next(iter(tensors.values())).dtype).removeprefix("torch.")
-    return Pretrained(model_config, weights, hf_tokenizer_meta(folder), dtype)
+    names = ("generation_config", "tokenizer_config", "special_tokens_map")
+    came_with = {name: read_json(folder / f"{name}.json") for name in names}
+    theirs = read_json(folder / "config.json")
+    kept = ("bos_token_id", "eos_token_id", "pad_token_id", "max_position_embeddings")
+    came_with["config"] = {key: theirs[key] for key in kept if key in theirs}
+    if (folder / "chat_template.jinja").is_file():
+        came_with["chat_template"] = (folder / "chat_template.jinja").read_text(encoding="utf-8")
+    came_with["dtype"] = str(next(iter(tensors.values())).dtype).removeprefix("torch.")
+    return Pretrained(model_config, weights, hf_tokenizer_meta(folder), came_with)
 
 
 def start_from(source: str, data: DataSet, block_size: int, dropout: float) -> Start:
@@ -183,7 +210,7 @@ def start_from(source: str, data: DataSet, block_size: int, dropout: float) -> S
             f"block_size={block_size} is more than {source} was made for: use "
             f"--block_size={longest} or less"
         )
-    if data.tokenizer != pretrained.tokenizer and pretrained.tokenizer:
+    if pretrained.tokenizer and not same_tokenizer(data.tokenizer, pretrained.tokenizer):
         raise UserError(
             f"data set {data.folder.name} was not made with {source}'s tokenizer: make one with "
             f"python data/text/prepare.py --input=FILES --tokenizer=hf:{source} --out=data/NAME"
@@ -192,14 +219,15 @@ def start_from(source: str, data: DataSet, block_size: int, dropout: float) -> S
         print(f"note: {source} has no tokenizer.json: whether {data.folder.name} was made with its "
               "tokenizer is not known")  # fmt: skip
     model_config = pretrained.model_config | {"block_size": block_size, "dropout": dropout}
-    return Start(model_config, pretrained.weights, pretrained.dtype, source=Path(source))
+    return Start(model_config, pretrained.weights, pretrained.came_with, source=Path(source))
 
 
 def holds_another_model(folder: Path) -> bool:
-    """Whether `folder` has a model that is not an earlier export."""
+    """Whether `folder` has a model or a tokenizer that is not an earlier export."""
     from safetensors import SafetensorError, safe_open
 
-    if not any([*folder.glob("config.json"), *folder.glob("*.safetensors*")]):
+    ours = ("config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json")
+    if not any([*folder.glob("*.safetensors*"), *((folder / name).exists() for name in ours)]):
         return False
     try:
         with safe_open(folder / "model.safetensors", "pt") as file:
@@ -220,7 +248,15 @@ def write_pretrained(saved: dict[str, Any], folder: Path, dtype: torch.dtype) ->
         ) from None
     ours = GPTConfig(**saved["model_config"])
     kind = "Qwen3" if ours.qk_norm else "Llama"
-    end_of_text = from_meta(saved["tokenizer"]).end_of_text
+    tokenizer = from_meta(saved["tokenizer"])
+    came_with = saved.get("pretrained") or {}
+    before = came_with.get("config", {})
+    ids = {"bos_token_id": tokenizer.end_of_text, "eos_token_id": tokenizer.end_of_text} | before
+    if len(tokenizer.stop_tokens) > 1 and "eos_token_id" not in before:
+        ids["eos_token_id"] = tokenizer.stop_tokens
+    if tokenizer.begin_of_text is not None:
+        ids["bos_token_id"] = tokenizer.begin_of_text
+    longest = max(ours.block_size, ids.pop("max_position_embeddings", 0))
     theirs = {
         "architectures": [f"{kind}ForCausalLM"],
         "model_type": kind.lower(),
@@ -232,7 +268,7 @@ def write_pretrained(saved: dict[str, Any], folder: Path, dtype: torch.dtype) ->
         "num_key_value_heads": ours.n_kv_head,
         "head_dim": ours.head_dim,
         "hidden_act": "silu",
-        "max_position_embeddings": ours.block_size,
+        "max_position_embeddings": longest,  # a finetune on shorter texts forgets nothing
         "rms_norm_eps": ours.norm_eps,
         "rope_theta": ours.rope_theta,  # read by transformers 4, llama.cpp and vLLM
         "rope_parameters": {"rope_type": "default", "rope_theta": ours.rope_theta},
@@ -240,29 +276,38 @@ def write_pretrained(saved: dict[str, Any], folder: Path, dtype: torch.dtype) ->
         "mlp_bias": False,
         "tie_word_embeddings": ours.tied_embeddings,
         "torch_dtype": str(dtype).removeprefix("torch."),
-        "bos_token_id": end_of_text,
-        "eos_token_id": end_of_text,
-    }
+    } | ids
+    generation = {"bos_token_id": ids["bos_token_id"], "eos_token_id": ids["eos_token_id"]}
+    generation |= came_with.get("generation_config", {})
+    if len(tokenizer.stop_tokens) > 1 and "eos_token_id" not in came_with.get(
+        "generation_config", {}
+    ):
+        generation["eos_token_id"] = tokenizer.stop_tokens
     if folder.exists() and not folder.is_dir():
         raise UserError(f"--to={folder} is no folder: name one")
     if holds_another_model(folder):
-        raise UserError(f"--to={folder} holds a model already: name another folder, or delete it")
+        raise UserError(
+            f"--to={folder} holds another model or tokenizer: name another folder, or delete it"
+        )
     folder.mkdir(parents=True, exist_ok=True)
     weights = {
         rename(name, OURS): tensor.to(dtype).contiguous()
         for name, tensor in saved["model"].items()
         if not (ours.tied_embeddings and name == "lm_head.weight")
     }
-    part = folder / "model.tmp"
+    # safetensors writes to a name, and has its own error for a full disk
+    part = folder / f"model.{secrets.token_hex(4)}.tmp"
     try:
         save_file(weights, part, metadata={"format": "pt"} | WRITER)
-    except Exception as error:  # safetensors has its own for a full disk
+    except Exception as error:
         part.unlink(missing_ok=True)
         raise UserError(f"{folder} is not complete: {error}") from None
+    for name, content in (("config", theirs), ("generation_config", generation)):
+        with whole_file(folder / f"{name}.json") as file:
+            file.write(json.dumps(content, indent=2).encode() + b"\n")
+    write_hf_tokenizer(saved["tokenizer"], folder, came_with)
+    shutil.copymode(folder / "config.json", part)  # or it is ours alone
     part.replace(folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps(theirs, indent=2) + "\n", encoding="utf-8")
-    shutil.copymode(folder / "config.json", folder / "model.safetensors")  # or it is ours alone
-    write_hf_tokenizer(saved["tokenizer"], folder)
 
 
 if __name__ == "__main__":
@@ -284,6 +329,6 @@ if __name__ == "__main__":
         saved["model"], expected, f"{path} does not fit its own model_config in"
     )
     if dtype == "auto":
-        dtype = saved.get("pretrained_dtype") or "float32"
+        dtype = (saved.get("pretrained") or {}).get("dtype", "float32")
     write_pretrained(saved, Path(to), choose_dtype(dtype, torch.device("cpu")))
     print(f"{to}: {path} in {dtype}, for transformers' AutoModelForCausalLM.from_pretrained")

@@ -2,6 +2,7 @@
 
 python plot.py out-stdlib-char
 python plot.py out-* --x=time --png=comparison.png
+python plot.py out-gpt2 out-bpe --y=bpb
 python plot.py time_to_loss.jsonl --x=time
 
 A run is a folder with metrics.jsonl, or a line of what dev/time_to_loss.py writes, which knows of
@@ -15,16 +16,19 @@ steady.start_script()
 import itertools
 import os
 import sys
+import textwrap
 from pathlib import Path
 from typing import Any
 
 from configurator import configure
 from steady import UserError
+from steady.folder import whole_file
 from steady.runlog import read_json_lines, read_metrics, training_clock
 
 # the picture
 png = "runs.png"  # file to write
 x = "iter"  # the horizontal axis: iter, tokens or time (of training steps alone)
+y = "loss"  # the vertical axis: loss, or bpb (bits per byte of validation text)
 reference = 0.0  # a loss to compare with, such as that of token frequencies; 0: none
 smooth = 0.05  # share of a run over which the training loss is averaged; 0: not at all
 
@@ -58,15 +62,27 @@ def read_runs(path: Path) -> list[dict[str, Any]]:
         ]  # fmt: skip
     entries = read_metrics(file)
     steps = [e for e in entries if are_numbers(e, "loss", "lr", "tokens_per_s", "ms")]
-    evaluations = [e for e in entries if are_numbers(e, "val_loss")]
+    evaluations = [e for e in entries if are_numbers(e, value)]
     if not steps and not evaluations:
         print(f"note: {file} has nothing to draw" if file.exists() else f"note: there is no {file}")
         return []
-    name = path.name if file != path else file.parent.name
     seconds, tokens = training_clock(steps + evaluations)
     positions = {"iter": range(len(seconds)), "tokens": tokens, "time": seconds}[x]
-    return [{"name": name, "steps": steps, "evaluations": evaluations, "x": positions,
+    return [{"name": names[path], "steps": steps, "evaluations": evaluations, "x": positions,
              "baseline": False}]  # fmt: skip
+
+
+def shortest_names(paths: list[Path]) -> dict[Path, str]:
+    """For every path as many of its last parts as tell it apart from the others."""
+    folders = {p: (p if p.is_dir() else p.parent if p.is_file() else p).resolve() for p in paths}
+    names = {}
+    for path, folder in folders.items():
+        others = {other.parts for other in folders.values() if other != folder}
+        n = 1
+        while n < len(folder.parts) and any(o[-n:] == folder.parts[-n:] for o in others):
+            n += 1
+        names[path] = os.path.join(*folder.parts[-n:])
+    return names
 
 
 def are_numbers(entry: dict[str, Any], *names: str) -> bool:
@@ -99,7 +115,9 @@ def unit(largest: float) -> tuple[float, str]:
     return 1, "tokens" if x == "tokens" else label.format("seconds")
 
 
-runs = [run for path in paths for run in read_runs(Path(path))]
+value = {"loss": "val_loss", "bpb": "val_bpb"}[y]
+names = shortest_names([Path(path) for path in paths])
+runs = [run for path in names for run in read_runs(path)]
 if not runs:
     raise UserError("nothing to draw: name folders of runs (train.py writes metrics.jsonl there)")
 logs = any(run["steps"] for run in runs)  # learning rates and speeds are in log lines only
@@ -112,14 +130,15 @@ axes = list(axes[:, 0])
 losses = axes[0]
 scale, label = unit(max(run["x"][e["iter"]] for run in runs
                         for e in run["steps"] + run["evaluations"]))  # fmt: skip
-colors: dict[str, str] = {}  # runs of one name, several seeds perhaps, look alike
+PALETTE = [*range(0, 20, 2), *range(1, 20, 2)]  # tab20's ten strong colours, then its pale ones
+colors: dict[str, Any] = {}  # runs of one name, several seeds perhaps, look alike
 tops = []
 for run in runs:
     name, steps = run["name"], run["steps"]
     if name.startswith("_"):
         name = f"\u200b{name}"  # matplotlib's legends leave out what begins with an underscore
     first = name not in colors
-    color = colors.setdefault(name, f"C{len(colors) % 10}")
+    color = colors.setdefault(name, pyplot.get_cmap("tab20")(PALETTE[len(colors) % 20]))
     at = [run["x"][e["iter"]] / scale for e in steps]
     # of a few lines only few, or their end would lag behind
     width = max(min(5, len(steps) // 5), round(smooth * len(steps))) if smooth else 1
@@ -127,20 +146,21 @@ for run in runs:
     # An untrained model's evaluation is no news. A line from there would cut across the curves, and
     # what matters be squeezed into the bottom of the picture.
     evaluations = [e for e in run["evaluations"] if e["iter"] > 0] or run["evaluations"]
-    both = bool(steps and evaluations)
-    if steps:
+    both = bool(steps and evaluations and y == "loss")
+    if steps and y == "loss":
         losses.plot(at, loss, color=color, alpha=0.45, linewidth=1,
                     label=f"{name}: training" if first else None)  # fmt: skip
+    if steps:
         axes[1].plot(at, [e["lr"] for e in steps], color=color)
         axes[2].plot(at, [e["tokens_per_s"] for e in steps], color=color, linewidth=1)
     if evaluations:
         losses.plot(
             [run["x"][e["iter"]] / scale for e in evaluations],
-            [e["val_loss"] for e in evaluations],
+            [e[value] for e in evaluations],
             color=color, marker="." if len(evaluations) <= 40 else None,
             label=(f"{name}: validation" if both else name) if first else None,
         )  # fmt: skip
-        tops.append(max([evaluations[0]["val_loss"], *loss[len(loss) // 20 :]]))
+        tops.append(max([evaluations[0][value], *(loss[len(loss) // 20 :] if both else [])]))
 ends = [run["evaluations"][-1]["val_loss"] for run in runs if run["baseline"]]
 if ends:
     losses.axhline(min(ends), color="0.4", linestyle=":", linewidth=1, zorder=0,
@@ -152,8 +172,20 @@ if reference:
 if tops and max(tops) > losses.dataLim.y0:
     lowest = losses.dataLim.y0
     losses.set_ylim(lowest - 0.05 * (max(tops) - lowest), max(tops) + 0.05 * (max(tops) - lowest))
-losses.set_ylabel("loss (nats per token)" if logs else "validation loss (nats per token)")
-losses.legend(frameon=False)
+titles = {"loss": "loss (nats per token)" if logs else "validation loss (nats per token)",
+          "bpb": "bits per byte of validation text"}  # fmt: skip
+losses.set_ylabel(titles[y])
+handles, labels = losses.get_legend_handles_labels()
+if len(labels) <= 8:
+    losses.legend(frameon=False)
+else:  # beside the curves, which it would hide
+    kept = [i for i, label in enumerate(labels) if not label.endswith(": training")] or range(999)
+    figure.set_figwidth(11)
+    figure.legend(
+        [handles[i] for i in kept if i < len(labels)],
+        [textwrap.shorten(labels[i], 40, placeholder="...") for i in kept if i < len(labels)],
+        loc="outside right upper", frameon=False, fontsize="small",
+    )  # fmt: skip
 if logs:
     axes[1].set_ylabel("learning rate")
     axes[2].set_ylabel("tokens per second")
@@ -166,7 +198,9 @@ for panel in axes:
     panel.grid(alpha=0.3)
     panel.spines[["top", "right"]].set_visible(False)
 try:
-    figure.savefig(png, dpi=150)
+    kind = Path(png).suffix[1:]
+    with whole_file(Path(png)) as file:  # a full disk leaves an earlier picture as it was
+        figure.savefig(file, dpi=150, format=kind)
 except ValueError as error:
     raise UserError(f"cannot write --png={png}: {error}") from None
 print(f"wrote {png}")

@@ -14,6 +14,7 @@ steady.start_script()  # before torch is imported
 import math
 import sys
 import time
+from itertools import takewhile
 from pathlib import Path
 
 import torch
@@ -22,7 +23,8 @@ from configurator import configure
 from model import GPT, GPTConfig
 from steady import UserError, checkpoint, hardware
 from steady.generate import generate, require_room
-from steady.tokenizer import from_meta
+from steady.output import visible
+from steady.tokenizer import encode_prompt, from_meta
 
 # what to sample from
 out_dir = "out"  # folder of the checkpoint
@@ -55,29 +57,27 @@ tokenizer = from_meta(saved["tokenizer"])
 
 if start.startswith("FILE:"):
     try:
-        start = Path(start.removeprefix("FILE:")).read_text(encoding="utf-8-sig")
+        start = Path(start.removeprefix("FILE:")).read_bytes().decode("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"cannot read --start={start}: {error}") from None
 if any("\ud800" <= character <= "\udfff" for character in start):  # from a shell, say
     raise UserError(f"--start={start!r} is not UTF-8")
-prompt = tokenizer.encode(start)
-if not prompt:
-    if tokenizer.end_of_text is None:
-        raise UserError("--start is empty: give the model at least one character to go on from")
-    prompt = [tokenizer.end_of_text]
+prompt = encode_prompt(tokenizer, start)
 require_room(model.config, num_samples, len(prompt), max_new_tokens, dtype, device)
 tokens = torch.tensor([prompt] * num_samples, device=device)
 generator = torch.Generator(device=device).manual_seed(seed)
 
-end = tokenizer.end_of_text if stop_at_end else None
+ends = torch.tensor(tokenizer.stop_tokens if stop_at_end else [], dtype=torch.long, device=device)
 ended = torch.zeros(num_samples, dtype=torch.bool, device=device)
 printed, ids = start, []
+show = visible if sys.stdout.isatty() else str  # a terminal would obey control characters
 prompt_length = len(tokenizer.decode(prompt))  # in characters; of `start` it may differ
 
 
 def text_of(ids: list[int]) -> str:
     """The prompt and the new tokens `ids`, up to the end of the text."""
-    ids = ids[: ids.index(end)] if end in ids else ids
+    stops = set(ends.tolist())
+    ids = list(takewhile(lambda id: id not in stops, ids))
     # together, since some tokenizers drop a space where a text begins
     return start + tokenizer.decode(prompt + ids)[prompt_length:]
 
@@ -92,11 +92,11 @@ def stream(new: torch.Tensor) -> bool:
         ids.append(new.item())
         text = text_of(ids)
         if not text.endswith("\ufffd"):
-            print(text[len(printed) :], end="", flush=True)
+            print(show(text[len(printed) :]), end="", flush=True)
             printed = text
-    if end is None:
+    if not len(ends):
         return False
-    ended.logical_or_(new == end)
+    ended.logical_or_(torch.isin(new, ends))
     return bool(ended.all())
 
 
@@ -106,7 +106,7 @@ print(f"# loaded {path}: {model.num_params():,} parameters, iteration {saved['it
       + (f"{best} {saved['best_val_loss']:.4f}" if evaluated else "no best loss"),
       file=sys.stderr)  # fmt: skip
 if num_samples == 1:
-    print(start, end="", flush=True)
+    print(show(start), end="", flush=True)
 began = time.perf_counter()
 samples = generate(
     model, tokens, max_new_tokens, temperature, top_k, top_p,
@@ -115,10 +115,10 @@ samples = generate(
 )  # fmt: skip
 seconds = max(time.perf_counter() - began, 1e-9)
 if num_samples == 1:
-    print(text_of(ids)[len(printed) :])
+    print(show(text_of(ids)[len(printed) :]))
 else:
     for sample in samples[:, len(prompt) :].tolist():
-        print(text_of(sample))
+        print(show(text_of(sample)))
         print("---------------")
 drawn = num_samples * (samples.shape[1] - len(prompt))
 print(f"# {drawn / seconds:,.0f} tokens/s", file=sys.stderr)

@@ -144,7 +144,7 @@ iter_num, best_val_loss = start.iter_num, start.best_val_loss
 data_offset = start.sequences - iter_num * sequences_per_iter
 if process.master and not eval_only:
     folder.archive_previous_run(out_path, start.outdated)
-pretrained_dtype = start.pretrained_dtype  # of the files that the weights came from
+pretrained = start.pretrained  # what the weights came with, for exports
 del start  # the checkpoint's tensors
 
 log = RunLog(out_path, config, iter_num, quiet=not process.master)
@@ -210,7 +210,7 @@ def weights() -> dict:
     """The content of best.pt: all that sampling and converting need."""
     return {
         "model": raw_model, "model_config": model_config.settings(), "config": config,
-        "tokenizer": data.tokenizer, "pretrained_dtype": pretrained_dtype, "iter_num": iter_num,
+        "tokenizer": data.tokenizer, "pretrained": pretrained, "iter_num": iter_num,
         "best_val_loss": best_val_loss,
     }  # fmt: skip
 
@@ -266,6 +266,7 @@ with Saving(ckpt_path, training_state, process, not eval_only, fit.flags_for_les
             if stopping := stop_request.stop_requested():
                 break  # these losses are incomplete: the run that goes on evaluates again
             better = iter_num > 0 and not eval_only and losses["val_loss"] < best_val_loss
+            losses |= data.bits_per_byte(losses["val_loss"])
             log.evaluation({"iter": iter_num} | losses, time.perf_counter() - began, better)
             if better and save(best_path, weights() | {"best_val_loss": losses["val_loss"]}):
                 best_val_loss = losses["val_loss"]

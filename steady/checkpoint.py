@@ -11,6 +11,7 @@ import contextlib
 import math
 import mmap
 import pickle
+import reprlib
 import shlex
 import tempfile
 import zipfile
@@ -229,13 +230,29 @@ def load(path: Path, kinds: dict[str, type] = WEIGHTS_ONLY) -> dict[str, Any]:
             if type(value) is not kind or (kind is int and value < 0) or value != value:
                 found = f"is {value!r:.40}" if key in content else "is missing"
                 raise UserError(f"{path} is incomplete: {key} {found}, not a {kind.__name__}")
-        dtype = content.get("pretrained_dtype")
-        if dtype is not None and not isinstance(getattr(torch, str(dtype), None), torch.dtype):
-            raise UserError(f"{path}: pretrained_dtype is {dtype!r:.40}, which is none of torch's")
+        came_with = content.setdefault("pretrained", None)
+        if "pretrained_dtype" in content:  # before 2026-11-25
+            came_with = content["pretrained_dtype"] and {"dtype": content["pretrained_dtype"]}
+            content["pretrained"] = came_with
+        if came_with is not None:
+            check_came_with(came_with, f"{path}, pretrained")
         check_meta(content["tokenizer"], f"{path}, tokenizer")
     except UserError as error:
         raise UserError(f"{error}{what_else(path)}") from None
     return content
+
+
+def check_came_with(came_with: Any, source: str) -> None:
+    """Raises UserError unless `came_with` is what `Pretrained.came_with` (convert.py) may be."""
+    kinds = {name: dict for name in ("config", "generation_config", "tokenizer_config",
+                                     "special_tokens_map")} | {"chat_template": str}  # fmt: skip
+    good = isinstance(came_with, dict) and all(
+        isinstance(value, kinds.get(key, str)) for key, value in came_with.items()
+    )
+    dtype = getattr(torch, str(came_with.get("dtype")), None) if good else None
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        found = came_with.get("dtype") if good else came_with
+        raise UserError(f"{source} has no floating-point dtype: {reprlib.repr(found)}")
 
 
 def what_else(path: Path) -> str:
@@ -301,7 +318,7 @@ class Start(NamedTuple):
 
     model_config: dict[str, Any]  # GPTConfig's arguments
     weights: dict[str, Tensor] | None = None
-    pretrained_dtype: str | None = None  # of the files that the weights once came from
+    pretrained: dict[str, Any] | None = None  # what the weights came with, for exports
     iter_num: int = 0
     best_val_loss: float = math.inf
     sequences: int = 0  # drawn from the training data so far
@@ -349,8 +366,8 @@ def resume(
     """
     saved, model_config = load(path, EVERYTHING), asked.settings()
     was = architecture(saved, type(asked), path).settings()
-    pretrained_dtype = saved.get("pretrained_dtype")
-    if pretrained_dtype:
+    pretrained = saved["pretrained"]
+    if pretrained:
         model_config = was | {key: model_config[key] for key in ("block_size", "dropout")}
     check_same_model(
         was | {"tokenizer": saved["tokenizer"]}, model_config | {"tokenizer": data.tokenizer}, path
@@ -375,7 +392,7 @@ def resume(
     return Start(
         model_config,
         saved["model"],
-        pretrained_dtype,
+        pretrained,
         saved["iter_num"],
         best_val_loss,
         saved["sequences"],

@@ -97,11 +97,12 @@ class DataSet:
 
     def open(self, block_size: int, vocab_size: int) -> tuple["TokenFile", "TokenFile"]:
         """The training and the validation tokens, for a model of that context and vocabulary."""
+        described = self.meta.get("vocab_size", math.inf) <= vocab_size
         vocab_size = min(self.vocab_size, vocab_size)
         files = []
         for split in ("train", "val"):
             path = self.folder / f"{split}.bin"
-            file = TokenFile(path, block_size, vocab_size, self.dtype)
+            file = TokenFile(path, block_size, vocab_size, self.dtype, described)
             expected = self.meta.get("tokens", {}).get(split, file.n_tokens)
             if file.n_tokens != expected:  # a copy that broke off
                 raise UserError(
@@ -110,6 +111,28 @@ class DataSet:
                 )
             files.append(file)
         return tuple(files)
+
+    def bits_per_byte(self, val_loss: float) -> dict[str, float]:
+        """`val_bpb`: a validation loss (nats per token) as bits per byte of text (UTF-8), which
+        does not depend on the tokenizer. Tokens that begin and end texts count as tokens, but have
+        no bytes. Empty for data sets whose meta.json has no bytes."""
+        n_bytes = self.meta.get("bytes", {}).get("val", 0)
+        if not n_bytes:
+            return {}
+        return {"val_bpb": val_loss / math.log(2) * self.meta["tokens"]["val"] / n_bytes}
+
+    def verify(self) -> None:
+        """Raises UserError if a file does not have the checksum that meta.json says."""
+        for split, expected in self.meta.get("crc32", {}).items():
+            path, found = self.folder / f"{split}.bin", 0
+            with open(path, "rb") as file:
+                while block := file.read(2**24):
+                    found = zlib.crc32(block, found)
+            if found != expected:
+                raise UserError(
+                    f"{path} does not have the checksum in its meta.json: prepare the data set "
+                    "again, or copy it again"
+                )
 
     def summary(self, tokens_per_iter: int) -> str:
         """For the beginning of a run's log."""
@@ -133,8 +156,16 @@ class TokenFile:
     `block_size` tokens and its targets, or holds an id outside the vocabulary.
     """
 
-    def __init__(self, path: Path, block_size: int, vocab_size: int, dtype: str = "uint16"):
+    def __init__(
+        self,
+        path: Path,
+        block_size: int,
+        vocab_size: int,
+        dtype: str = "uint16",
+        described: bool = False,
+    ):
         self.path, self.block_size, self.vocab_size = path, block_size, vocab_size
+        self.described = described  # whether vocab_size is meta.json's
         self.dtype = np.dtype(dtype).newbyteorder("<")
         if not path.exists():
             raise UserError(f"{path} is missing: prepare the data set again")
@@ -160,10 +191,11 @@ class TokenFile:
     def check(self, ids: np.ndarray) -> None:
         """Raises UserError if an id is outside the vocabulary (on a GPU it would be an assert)."""
         if ids.max() >= self.vocab_size:
-            raise UserError(
-                f"{self.path} holds token id {ids.max()}, but the model's vocabulary has "
-                f"{self.vocab_size}: set --vocab_size, or prepare the data set again"
-            )
+            least = math.ceil((ids.max() + 1) / 64) * 64
+            where = f"model's vocabulary has {self.vocab_size}: begin one with --vocab_size={least}"
+            if self.described:
+                where = f"vocabulary in its meta.json has {self.vocab_size}: prepare it again"
+            raise UserError(f"{self.path} holds token id {ids.max()}, but the {where}")
 
     def read(self, starts: np.ndarray, length: int) -> np.ndarray:
         """`length` tokens from each of the offsets `starts`, (len(starts), length).

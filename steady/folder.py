@@ -21,9 +21,6 @@ except ImportError:  # Windows
     fcntl = None
 
 FILES = ("ckpt.pt", "before_decay.pt", "best.pt", "metrics.jsonl")
-TEMPORARY = re.compile(
-    rf"({'|'.join(map(re.escape, FILES))})\.[0-9a-f]{{8}}\.tmp"
-)  # see whole_file
 
 # folders that are claimed: each one's locked file, and itself, open until the process ends
 held: dict[Path, tuple[int, int]] = {}
@@ -48,7 +45,8 @@ def claim(out_dir: Path) -> None:
         out_dir.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=out_dir):
             pass
-        lock = os.open(out_dir / ".lock", os.O_RDWR | os.O_CREAT, 0o666)
+        flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0)
+        lock = os.open(out_dir / ".lock", flags, 0o666)
     except OSError as error:
         reason = "it is a file, not a folder" if out_dir.is_file() else error.strerror
         raise UserError(f"cannot write to {out_dir}: {reason}") from None
@@ -70,9 +68,15 @@ def claim(out_dir: Path) -> None:
     with contextlib.suppress(OSError):
         os.ftruncate(lock, 0)
         os.write(lock, f"process {os.getpid()} on {socket.gethostname()}".encode())
-    for left_behind in out_dir.iterdir():  # by a run that was killed while it wrote
-        if TEMPORARY.fullmatch(left_behind.name):
-            left_behind.unlink(missing_ok=True)
+    remove_temporary(out_dir, FILES)
+
+
+def remove_temporary(folder: Path, names: Sequence[str]) -> None:
+    """Remove what runs that were killed while they wrote files of these names have left behind."""
+    temporary = re.compile(rf"({'|'.join(map(re.escape, names))})\.[0-9a-f]{{8}}\.tmp")
+    for path in folder.iterdir():
+        if temporary.fullmatch(path.name):
+            path.unlink(missing_ok=True)
 
 
 def hold_lock(out_dir: Path) -> None:

@@ -1,9 +1,25 @@
-"""What is printed, when it cannot be written: a pipe whose reader is gone, a full disk under the
-log, a closed stdout. That is no reason to end a run, or not to save it."""
+"""What is printed: text from files without terminal commands, and output that cannot be written (a
+pipe whose reader is gone, a full disk under the log, a closed stdout), which ends no run."""
 
 import io
 import os
 import sys
+
+
+def shown(text: str, limit: int = 200) -> str:
+    """A text from a file, fit for a line on a terminal: short, and with control characters as
+    escapes."""
+    return visible(text if len(text) <= limit else f"{text[:limit]}...").replace("\n", "\\n")
+
+
+def visible(text: str) -> str:
+    """`text` with its control characters, line feeds and tabs excepted, as escapes: a terminal
+    would obey them."""
+    if text.isprintable():
+        return text
+    return "".join(
+        c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text
+    )
 
 
 def outlive_readers() -> None:

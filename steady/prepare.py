@@ -1,22 +1,28 @@
 """Documents to token files: a data set that train.py reads is train.bin, val.bin and meta.json.
 
 Token files are headerless little-endian uint16, or uint32 when the vocabulary needs it. meta.json
-names the tokenizer (with its alphabet), the vocabulary size, the dtype and the token counts. Files
-appear under their final names only when they are complete.
+names the tokenizer, the vocabulary size and the dtype, and of each file the number of tokens, the
+bytes of text that they stand for, and the checksum (CRC-32).
 
 Data sets from the Hugging Face hub, and files of one's own, are tokenized in shards. Every shard
-becomes a pair of files under `.shards/`, which is locked; an interrupted run goes on with those
-that are missing. Which documents are held out depends on their position only, not on processes or
-restarts.
+becomes files under `.shards/`, which is locked; an interrupted run goes on with those that are
+missing. The names of all files that are written belong to one run, and a shard counts once its
+record is there, which is written last and says how long the files are. Which documents are held out
+depends on their position only, not on processes or restarts.
 """
 
 import contextlib
+import hashlib
 import json
 import math
+import multiprocessing
 import os
+import shlex
 import shutil
 import sys
-from collections.abc import Callable, Iterable, Iterator
+import threading
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import BrokenExecutor, ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -25,21 +31,35 @@ import numpy as np
 
 from configurator import configure
 from steady import UserError, textfiles
-from steady.folder import claim, whole_file
+from steady.folder import claim, remove_temporary, whole_file
+from steady.output import shown
 from steady.shuffle import scramble
-from steady.tokenizer import CharTokenizer, Tokenizer, code_points, load_tokenizer
+from steady.tokenizer import (
+    PIECE,
+    ByteTokenizer,
+    CharTokenizer,
+    Tokenizer,
+    code_points,
+    encode_pieces,
+    load_tokenizer,
+    train_bpe,
+    write_hf_tokenizer,
+)
 
 SPLITS = ("train", "val")
 FILES = (*(f"{split}.bin" for split in SPLITS), "meta.json")  # of a data set
 BUFFER_TOKENS = 2**20  # tokens held before they are written
 DOCUMENTS_PER_SHARD = 50_000
 SHARDS = ".shards"  # folder of the finished parts, removed at the end: no name a user would choose
+BPE_BYTES = 2**28  # of text that a BPE is trained on
 
 # what the prepare.py of every data set from the hub accepts, besides what it defines itself
 
 # preparation
+split = "train"  # split of the repository; val_fraction of it is held out
 revision = "main"  # commit, tag or branch: name a commit for a data set that never changes
 tokenizer = "gpt2"  # gpt2, byte, or hf:PATH_OR_HUB_ID
+special_tokens = False  # read special tokens that texts spell as tokens: for chat data
 num_proc = 1  # processes that tokenize
 streaming = False  # read over the network without keeping a copy of the text
 max_tokens = 0  # of the training set: the first so many; 0: all
@@ -52,45 +72,49 @@ def token_dtype(tokenizer: Tokenizer) -> np.dtype:
 
 
 class TokenWriter:
-    """A token file that grows by documents, each with the tokenizer's end-of-text token where it
-    has one."""
+    """Appends documents to an open token file, each between the tokenizer's begin-of-text and
+    end-of-text tokens where it has them. Counts tokens and the bytes of their text (UTF-8)."""
 
-    def __init__(self, path: Path, tokenizer: Tokenizer):
+    def __init__(self, file: Any, tokenizer: Tokenizer):
+        self.file, self.tokenizer, self.dtype = file, tokenizer, token_dtype(tokenizer)
         self.encode = getattr(tokenizer, "encode_array", tokenizer.encode)
-        self.dtype = token_dtype(tokenizer)
+        self.begin = [] if tokenizer.begin_of_text is None else [tokenizer.begin_of_text]
         self.end = [] if tokenizer.end_of_text is None else [tokenizer.end_of_text]
-        self.file = open(path, "wb")
-        self.pieces: list[np.ndarray | list[int]] = []
+        self.chat = getattr(tokenizer, "special_tokens", False)
+        self.pieces: list[Sequence[int]] = []
         self.held = 0  # tokens in them, and one for each, since empty ones take memory too
+        self.tokens = self.bytes = self.crc = 0
 
-    def add(self, text: str, ends: bool = True) -> None:
-        """Add a document, or with `ends=False` the beginning of one."""
-        ids = self.encode(text)
-        self.pieces += [ids, self.end] if ends else [ids]
-        self.held += len(ids) + 1
+    def add(self, text: str) -> None:
+        """Add a document, or nothing at all if the tokenizer fails."""
+        n_bytes = len(text) if text.isascii() else len(text.encode())
+        long = len(text) > 2 * PIECE
+        pieces = list(encode_pieces(self.tokenizer, [text])) if long else [self.encode(text)]
+        begin, end = self.begin, self.end
+        if self.chat:  # the text may spell them itself
+            begin = begin if list(pieces[0][:1]) != begin else []
+            end = end if list(pieces[-1][-1:]) != end else []
+        self.bytes += n_bytes
+        self.append(begin, *pieces, end)
+
+    def append(self, *pieces: Sequence[int]) -> None:
+        """Add ids."""
+        self.pieces += pieces
+        self.held += sum(map(len, pieces)) + 1
         if self.held >= BUFFER_TOKENS:
             self.flush()
 
     def flush(self) -> None:
         if self.pieces:
-            # not ndarray.tofile, whose error does not say that a disk is full
-            self.file.write(np.concatenate(self.pieces, dtype=self.dtype, casting="unsafe").data)
+            ids = np.concatenate(self.pieces, dtype=self.dtype, casting="unsafe")
+            self.file.write(ids.data)  # ndarray.tofile's error does not say that a disk is full
+            self.tokens += len(ids)
+            self.crc = zlib.crc32(ids.data, self.crc)
         self.pieces, self.held = [], 0
 
-    def __enter__(self) -> "TokenWriter":
-        return self
-
-    def __exit__(self, kind: object, error: object, trace: object) -> None:
-        if kind is None:
-            self.flush()
-        self.file.close()
-
-
-def write_tokens(path: Path, tokenizer: Tokenizer, documents: Iterable[str]) -> None:
-    """Write the ids of `documents` to `path`."""
-    with TokenWriter(path, tokenizer) as writer:
-        for document in documents:
-            writer.add(document)
+    def counts(self) -> dict[str, int]:
+        self.flush()
+        return {"tokens": self.tokens, "bytes": self.bytes, "crc32": self.crc}
 
 
 def write_dataset(
@@ -100,45 +124,81 @@ def write_dataset(
 
     Returns the token count of each split and prints them.
     """
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    for split in SPLITS:
-        write_tokens(folder / f"{split}.bin.tmp", tokenizer, splits[split])
-    return complete(folder, tokenizer)
+
+    def write(file: Any, split: str) -> dict[str, int]:
+        writer = TokenWriter(file, tokenizer)
+        for document in splits[split]:
+            writer.add(document)
+        return writer.counts()
+
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    return complete(Path(folder), tokenizer, write)
 
 
-def complete(folder: Path, tokenizer: Tokenizer) -> dict[str, int]:
-    """Give `train.bin.tmp` and `val.bin.tmp` their final names and write meta.json beside them."""
-    dtype = token_dtype(tokenizer)
-    counts = {}
+def complete(
+    folder: Path, tokenizer: Tokenizer, write: Callable[[Any, str], dict[str, int]]
+) -> dict[str, int]:
+    """Make the three files of a data set: `write(file, split)` writes tokens to an open file and
+    returns their counts. They appear together, when all of them are on disk."""
+    require_ours(folder)
+    remove_temporary(folder, FILES)
+    dtype, counts = token_dtype(tokenizer), {}
+    replaced = ", replacing an earlier data set" if (folder / "train.bin").exists() else ""
+    with contextlib.ExitStack() as stack:
+        files = {name: stack.enter_context(whole_file(folder / name)) for name in FILES}
+        for split in SPLITS:
+            file = files[f"{split}.bin"]
+            counts[split] = write(file, split)
+            file.flush()
+            if counts[split]["tokens"] * dtype.itemsize != file.tell():
+                raise AssertionError(f"{split}: {counts[split]}, but {file.tell()} bytes")
+            ends = (tokenizer.begin_of_text is not None) + (tokenizer.end_of_text is not None)
+            if counts[split]["tokens"] <= ends:  # one text, and nothing in it
+                raise UserError(
+                    f"the {split} split of {folder} would be empty: use more text, or another "
+                    "--val_fraction"
+                )
+        meta = tokenizer.meta() | {
+            "vocab_size": tokenizer.vocab_size,
+            "dtype": {2: "uint16", 4: "uint32"}[dtype.itemsize],
+            **{key: {split: counts[split][key] for split in SPLITS if key in counts[split]}
+               for key in ("tokens", "bytes", "crc32")},
+            "unigram_entropy": unigram_entropy(files["val.bin"].name, tokenizer),
+        }  # fmt: skip
+        files["meta.json"].write(json.dumps(meta, indent=1).encode() + b"\n")
+        for file in files.values():
+            file.flush()
+            os.fsync(file.fileno())
     for split in SPLITS:
-        counts[split] = (folder / f"{split}.bin.tmp").stat().st_size // dtype.itemsize
-        if counts[split] <= (tokenizer.end_of_text is not None):  # one text, and nothing in it
-            for name in SPLITS:
-                (folder / f"{name}.bin.tmp").unlink()
-            raise UserError(
-                f"the {split} split of {folder} would be empty: use more text, or another "
-                "--val_fraction"
-            )
+        print(f"{folder / split}.bin: {counts[split]['tokens']:,} tokens{replaced}")
+    name = folder.name if folder.resolve().parent.name == "data" else folder
+    print(
+        f"vocabulary {tokenizer.vocab_size:,}; to train on it: "
+        f"python train.py --dataset={shlex.quote(str(name))} --out_dir=out-{folder.name}"
+    )
+    return {split: counts[split]["tokens"] for split in SPLITS}
+
+
+def unigram_entropy(path: str, tokenizer: Tokenizer) -> float:
+    """The loss of the best model that knows nothing but how often each token occurs, in nats."""
     seen = np.zeros(tokenizer.vocab_size, dtype=np.int64)
-    with open(folder / "val.bin.tmp", "rb") as file:
-        while len(ids := np.fromfile(file, dtype=dtype, count=BUFFER_TOKENS)):
+    with open(path, "rb") as file:
+        while len(ids := np.fromfile(file, dtype=token_dtype(tokenizer), count=BUFFER_TOKENS)):
             seen += np.bincount(ids, minlength=len(seen))
     probabilities = seen[seen > 0] / seen.sum()
-    meta = tokenizer.meta() | {
-        "vocab_size": tokenizer.vocab_size,
-        "dtype": {2: "uint16", 4: "uint32"}[dtype.itemsize],
-        "tokens": counts,
-        # the validation loss of the best model that knows nothing but how often each token occurs
-        "unigram_entropy": float(-(probabilities * np.log(probabilities)).sum()),
-    }
-    (folder / "meta.json.tmp").write_text(json.dumps(meta, indent=1) + "\n", encoding="utf-8")
-    replaced = ", replacing an earlier data set" if (folder / "train.bin").exists() else ""
-    for name in FILES:
-        os.replace(folder / f"{name}.tmp", folder / name)
-    for split, count in counts.items():
-        print(f"{folder / split}.bin: {count:,} tokens{replaced}")
-    return counts
+    return float(-(probabilities * np.log(probabilities)).sum())
+
+
+def require_ours(folder: Path) -> None:
+    """Raises UserError where a meta.json would be replaced that describes no data set."""
+    path = folder / "meta.json"
+    if not os.path.lexists(path):
+        return
+    with contextlib.suppress(OSError, ValueError):
+        meta = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+        if isinstance(meta, dict) and "tokenizer" in meta and "dtype" in meta:
+            return
+    raise UserError(f"{path} is there and belongs to no data set: move it, or use another --out")
 
 
 def split_text(text: str, val_fraction: float = 0.1) -> dict[str, list[str]]:
@@ -151,7 +211,8 @@ def prepare_hub_dataset(namespace: dict[str, Any]) -> None:
     """All that a data set's prepare.py does with its `globals()` and the command line."""
     config = configure(namespace, base=__file__, positional="")
     folder = config.pop("out") or Path(namespace["__file__"]).parent
-    prepare_from_hub(folder, load_tokenizer(config.pop("tokenizer")), **config)
+    chosen = load_tokenizer(config.pop("tokenizer"), config.pop("special_tokens"))
+    prepare_from_hub(folder, chosen, **config)
 
 
 def prepare_from_hub(
@@ -159,16 +220,18 @@ def prepare_from_hub(
     tokenizer: Tokenizer,
     path: str,
     name: str = "",
+    split: str = split,
     revision: str = revision,
     val_fraction: float = 0.0005,
     num_proc: int = num_proc,
     streaming: bool = streaming,
     max_tokens: int = max_tokens,
 ) -> None:
-    """Write train.bin, val.bin and meta.json of a data set's train split to `folder`.
+    """Write train.bin, val.bin and meta.json of one split of a data set to `folder`.
 
     Args:
         path: a repository on the hub, or a local folder of the same form; name: its configuration.
+        split: of the repository.
         revision: commit, tag or branch of the repository.
         val_fraction: share of the documents held out for validation.
         streaming: read over the network without keeping a copy; else cached by `datasets`.
@@ -178,17 +241,20 @@ def prepare_from_hub(
     Raises UserError, one line, when the data cannot be had or the disk is too small.
     """
     folder = Path(folder)
-    dataset = load(path, name, revision, num_proc, streaming)
+    dataset = load(path, name, split, revision, num_proc, streaming)
     if "text" not in (dataset.column_names or ["text"]):
-        raise UserError(f"{path} has no column text, only {', '.join(dataset.column_names)}")
+        raise UserError(
+            f"{path} has no column text, only {shown(', '.join(dataset.column_names))}: save it as "
+            "Parquet files, and use data/text/prepare.py with --column=NAME"
+        )
     n_shards = dataset.num_shards if streaming else math.ceil(len(dataset) / DOCUMENTS_PER_SHARD)
     source = {
-        "path": path, "name": name, "revision": revision, "val_fraction": val_fraction,
+        "path": path, "name": name, "split": split, "revision": revision,
+        "val_fraction": val_fraction,
         "shards": n_shards, "documents": None if streaming else len(dataset),
     }  # fmt: skip
     size = dataset.info.dataset_size or (0 if streaming else dataset.data.nbytes)
-    jobs = [(dataset, n_shards, i, folder / SHARDS, tokenizer, val_fraction)
-            for i in range(n_shards)]  # fmt: skip
+    jobs = [(dataset, n_shards, i, tokenizer, val_fraction) for i in range(n_shards)]
     # a token takes two bytes and stands for about four of text
     write_in_shards(folder, tokenizer, source, write_shard, jobs, size // 2, num_proc, max_tokens)
 
@@ -201,48 +267,102 @@ def prepare_from_files(
     val_fraction: float = 0.1,
     num_proc: int = 1,
     skip_bad_rows: bool = False,
+    special_tokens: bool = False,
 ) -> None:
     """Write train.bin, val.bin and meta.json of the texts in files (see steady/textfiles.py).
 
-    tokenizer: as `load_tokenizer` takes it, or char, for which all is read twice.
+    tokenizer: as `load_tokenizer` takes it, or char, or bpe:SIZE, for which all is read twice.
 
     Raises UserError, one line, for a file that cannot be read and, unless `skip_bad_rows`, for the
     first row without text.
     """
-    folder, groups = Path(folder), textfiles.plan(paths)
+    folder = Path(folder)
+    require_ours(folder)
+    if tokenizer == "char" or tokenizer.startswith("bpe:"):
+        groups = textfiles.plan(paths, val_fraction, ByteTokenizer().seam)
     if tokenizer == "char":
         seen = np.zeros(sys.maxunicode + 1, dtype=bool)
-        for parts in progress(groups, len(groups), "reading characters"):
-            for part in parts:
-                skipped = [] if skip_bad_rows else None
-                for _, text, _ in textfiles.documents(part, column, val_fraction, skipped):
-                    seen[code_points(text)] = True
-        chosen: Tokenizer = CharTokenizer("".join(map(chr, np.flatnonzero(seen))))
+        for text in texts_of(groups, column, skip_bad_rows, "reading characters"):
+            seen[code_points(text)] = True
+        # a single text file is one long document, as nanoGPT's data sets are
+        several = len(paths) > 1 or any(part.kind != "text" for part in groups[0])
+        chosen: Tokenizer = CharTokenizer("".join(map(chr, np.flatnonzero(seen))), ends=several)
+    elif tokenizer.startswith("bpe:"):
+        chosen = own_bpe(folder, tokenizer, groups, column, skip_bad_rows)
     else:
-        chosen = load_tokenizer(tokenizer)
+        chosen = load_tokenizer(tokenizer, special_tokens)
+    if special_tokens and not getattr(chosen, "special_tokens", False):
+        raise UserError(f"special_tokens=True is for gpt2 and hf: tokenizers, not {tokenizer}")
+    groups = textfiles.plan(paths, val_fraction, chosen.seam)
     source = {
         "files": [[str(p), p.stat().st_size, p.stat().st_mtime_ns] for p in paths],
         "column": column, "val_fraction": val_fraction, "shards": len(groups),
         "skip_bad_rows": skip_bad_rows,
     }  # fmt: skip
-    jobs = [(parts, i, folder / SHARDS, chosen, column, val_fraction, skip_bad_rows)
+    jobs = [(parts, i, chosen, column, val_fraction, skip_bad_rows)
             for i, parts in enumerate(groups)]  # fmt: skip
     size = sum(part.size for parts in groups for part in parts)
     size = size * 2 if tokenizer in ("char", "byte") else size // 2
     write_in_shards(folder, chosen, source, write_text_shard, jobs, size, num_proc)
 
 
+def texts_of(
+    groups: list[list[textfiles.Part]], column: str, skip_bad_rows: bool, description: str
+) -> Iterator[str]:
+    """All texts of some parts of files, long ones in chunks."""
+    for parts in progress(groups, len(groups), description):
+        for part in parts:
+            if part.kind == "text":
+                yield from textfiles.text_chunks(part)[0]
+                continue
+            for _, where, text, problem in textfiles.rows(part, column):
+                if problem is None:
+                    yield text
+                elif not skip_bad_rows:
+                    raise bad_row(part, where, problem)
+
+
+def own_bpe(
+    folder: Path, name: str, groups: list[list[textfiles.Part]], column: str, skip_bad_rows: bool
+) -> Tokenizer:
+    """The BPE that `bpe:SIZE` names, trained on the texts (on parts that are spread over them, if
+    there are more than BPE_BYTES) and saved in `folder`; an interrupted run's is taken again."""
+    size = name.partition(":")[2]
+    if not size.isdigit():
+        raise UserError(f"unknown tokenizer={name!r}: write the vocabulary's size, as in bpe:8192")
+    claim(folder / SHARDS)
+    meta = {"size": int(size), "parts": hashlib.sha256(repr(groups).encode()).hexdigest()}
+    kept = folder / SHARDS / "tokenizer"
+    with contextlib.suppress(OSError, ValueError):
+        if json.loads((kept / "of.json").read_text(encoding="utf-8")) == meta:
+            return load_tokenizer(f"hf:{kept}")
+    held = sum(part.size for parts in groups for part in parts)
+    every = max(1, math.ceil(held / BPE_BYTES))
+    texts = texts_of(groups[::every], column, skip_bad_rows, "reading, to train the tokenizer")
+    trained = train_bpe((text[i : i + PIECE] for text in texts for i in range(0, len(text), PIECE)),
+                        int(size))  # fmt: skip
+    kept.mkdir(exist_ok=True)
+    write_hf_tokenizer(trained.meta(), kept)
+    with whole_file(kept / "of.json") as file:
+        file.write(json.dumps(meta).encode())
+    return load_tokenizer(f"hf:{kept}")  # as it will be read again
+
+
+def bad_row(part: textfiles.Part, where: str, problem: str) -> UserError:
+    return UserError(f"{part.path}, {where}: {problem} (--skip_bad_rows=True leaves such rows out)")
+
+
 def write_in_shards(
     folder: Path,
     tokenizer: Tokenizer,
     source: dict[str, Any],
-    write: Callable[[tuple], None],
+    write: Callable[["Shard", tuple], None],
     jobs: list[tuple],
     size: int,
     num_proc: int,
     max_tokens: int = 0,
 ) -> None:
-    """Run `write` on every job (shard) whose files are missing, then join the shards.
+    """Run `write(shard, job)` for every job whose shard is missing, then join the shards.
 
     Args:
         source: what the shards depend on, to know those of an interrupted run again.
@@ -250,9 +370,8 @@ def write_in_shards(
         max_tokens: end with the shard that completes so many in the training set; 0: all shards.
     """
     shards, width = folder / SHARDS, token_dtype(tokenizer).itemsize
+    require_ours(folder)
     claim(shards)
-    paths = [shard_path(shards, i, "train") for i in range(len(jobs))]
-    missing = [i for i, path in enumerate(paths) if not path.exists()]
     note, source = shards / "source.json", source | {"tokenizer": tokenizer.meta()}
     before = None
     with contextlib.suppress(FileNotFoundError, ValueError):  # ValueError: a full disk cut it short
@@ -262,13 +381,21 @@ def write_in_shards(
         other = sorted(k for k in source.keys() | was.keys() if was.get(k) != source.get(k))
         if other == ["skip_bad_rows"] and source.get("skip_bad_rows"):
             other = []  # the shards that are there had no bad row
-        if other and before is not None and any(shards.glob("*.train.bin")):
+        if other and before is not None and any(shards.glob("[0-9]*.json")):
             raise UserError(
                 f"{shards} holds parts made with other {', '.join(other)} (what an interrupted run "
                 "has left): delete it to begin anew"
             )
         with whole_file(note) as file:
             file.write(json.dumps(source).encode())
+    key = {k: v for k, v in source.items() if k != "skip_bad_rows"}
+    digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()
+    records = [Record(shards / f"{i:05d}.json", digest, width) for i in range(len(jobs))]
+    missing = [i for i, record in enumerate(records) if record.read() is None]
+    kept = {name for r in records if (found := r.read()) for name, _ in found["files"].values()}
+    for path in shards.glob("*.bin"):  # of runs that were killed while they wrote
+        if path.name not in kept:
+            path.unlink(missing_ok=True)
     if len(missing) < len(jobs):
         print(f"{len(jobs) - len(missing)} of {len(jobs)} shards are there already")
     # shards and the result are both kept
@@ -281,52 +408,131 @@ def write_in_shards(
             f"{folder} needs about {needed / 2**30:.1f} GiB, but {free / 2**30:.1f} are free: make "
             "room, or use --out=FOLDER on another disk"
         )
+    todo = [(write, records[i], tokenizer, job) for i, job in enumerate(jobs)]
     used = len(jobs)
     if max_tokens:
         used, tokens = 0, 0
         bar = progress(None, max_tokens, "tokens")
         while used < len(jobs) and tokens < max_tokens:
             wave = range(used, min(used + num_proc, len(jobs)))
-            run_jobs(write, [jobs[i] for i in wave if not paths[i].exists()], num_proc)
+            run_jobs(make_shard, [todo[i] for i in wave if i in set(missing)], num_proc)
             while used < wave.stop and tokens < max_tokens:
-                count = paths[used].stat().st_size // width
+                count = records[used].read()["files"]["train"][1]["tokens"]
                 tokens, used = tokens + count, used + 1
                 if bar is not None:
                     bar.update(count)
         if bar is not None:
             bar.close()
     else:
-        run_jobs(write, [jobs[i] for i in missing], num_proc, "tokenizing")
-    for split in SPLITS:
-        left = max_tokens * width if max_tokens and split == "train" else None
-        with open(folder / f"{split}.bin.tmp", "wb") as whole:
-            for i in range(used):
-                with open(shard_path(shards, i, split), "rb") as part:
-                    shutil.copyfileobj(part, whole, 2**24)
-            if left is not None and whole.tell() > left:
-                whole.truncate(left)
+        run_jobs(make_shard, [todo[i] for i in missing], num_proc, "tokenizing")
+
+    def join(file: Any, split: str) -> dict[str, int]:
+        total = {"tokens": 0, "bytes": 0, "crc32": 0}
+        for record in records[:used]:
+            name, counts = record.read()["files"][split]
+            crc, left = 0, counts["tokens"] * width
+            with open(shards / name, "rb") as part:
+                while block := part.read(2**24):
+                    crc, left = zlib.crc32(block, crc), left - len(block)
+                    if max_tokens and split == "train":
+                        block = block[: max_tokens * width - file.tell()]
+                    total["crc32"] = zlib.crc32(block, total["crc32"])
+                    file.write(block)
+            if left or crc != counts["crc32"]:
+                raise UserError(f"{shards / name} is damaged: delete {record.path}, and try again")
+            for key in ("tokens", "bytes"):
+                total[key] += counts[key]
+        if file.tell() < total["tokens"] * width:  # cut short: how much text that is, is not known
+            total["tokens"] = file.tell() // width
+            del total["bytes"]
+        return total
+
     try:
-        complete(folder, tokenizer)
+        complete(folder, tokenizer, join)
     except UserError:
         shutil.rmtree(shards)  # parts of nothing: they would stand in the way of more text
         raise
-    skipped = [path.read_text(encoding="utf-8") for path in sorted(shards.glob("*.skipped"))]
-    if skipped:
-        rows = "".join(skipped).splitlines()
+    rows = [row for record in records[:used] for row in record.read()["skipped"]]
+    if rows:
         print("\n".join(rows[:10] + (["..."] if len(rows) > 10 else [])))
         print(f"warning: {len(rows):,} rows without text were left out")
+    if (shards / "tokenizer").exists():
+        for path in (shards / "tokenizer").glob("tokenizer*.json"):
+            os.replace(path, folder / path.name)
     shutil.rmtree(shards)
 
 
-def run_jobs(write: Callable, jobs: list[tuple], num_proc: int, description: str = "") -> None:
-    """`write` every job, in processes; an error of one is raised here, in one line."""
+class Record:
+    """The record of a shard: the names, lengths and checksums of its files, as JSON.
+
+    digest: of what the shard depends on. width: bytes of a token.
+    """
+
+    def __init__(self, path: Path, digest: str, width: int):
+        self.path, self.digest, self.width = path, digest, width
+
+    def read(self) -> dict[str, Any] | None:
+        """The record, if the shard is complete and made from the same."""
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            found = json.loads(self.path.read_text(encoding="utf-8"))
+            sizes = [(self.path.parent / name).stat().st_size == counts["tokens"] * self.width
+                     for name, counts in found["files"].values()]  # fmt: skip
+            if found["digest"] == self.digest and sizes == [True] * len(SPLITS):
+                return found
+        return None
+
+
+class Shard:
+    """What a job writes: a token file per split, and the rows that were left out."""
+
+    def __init__(self, writers: dict[str, TokenWriter]):
+        self.writers, self.skipped = writers, []
+
+    def add(self, split: str, text: str) -> str | None:
+        """Add a document to a split; returns why the tokenizer could not take it, or None."""
+        try:
+            self.writers[split].add(text)
+        except (KeyboardInterrupt, SystemExit, MemoryError, OSError):
+            raise
+        except BaseException as error:  # a panic of a library in Rust is no Exception
+            reason = (
+                str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
+            )
+            return f"the tokenizer failed ({shown(reason)})"
+
+
+def make_shard(job: tuple) -> None:
+    """Make the files of a shard, then its record."""
+    write, record, tokenizer, work = job
+    run = os.urandom(4).hex()  # the names belong to this run
+    paths = {split: record.path.with_suffix(f".{run}.{split}.bin") for split in SPLITS}
+    try:
+        with contextlib.ExitStack() as stack:
+            files = {s: stack.enter_context(open(path, "xb")) for s, path in paths.items()}
+            shard = Shard({s: TokenWriter(file, tokenizer) for s, file in files.items()})
+            write(shard, work)
+            found = {s: (paths[s].name, w.counts()) for s, w in shard.writers.items()}
+            for file in files.values():
+                file.flush()
+                os.fsync(file.fileno())
+    except BaseException:
+        for path in paths.values():
+            path.unlink(missing_ok=True)
+        raise
+    with whole_file(record.path) as file:
+        content = {"digest": record.digest, "files": found, "skipped": shard.skipped}
+        file.write(json.dumps(content).encode())
+
+
+def run_jobs(work: Callable, jobs: list[tuple], num_proc: int, description: str = "") -> None:
+    """`work` on every job, in processes; an error of one is raised here, in one line."""
     if num_proc == 1 or len(jobs) <= 1:
-        for _ in progress(map(write, jobs), len(jobs), description):
+        for _ in progress(map(work, jobs), len(jobs), description):
             pass
         return
-    with ProcessPoolExecutor(num_proc) as pool:
+    with ProcessPoolExecutor(num_proc, initializer=end_with_parent) as pool:
         try:
-            for _ in progress(pool.map(write, jobs), len(jobs), description):
+            for _ in progress(pool.map(work, jobs), len(jobs), description):
                 pass
         except UserError as error:  # raised again here, it is printed without a trace
             pool.shutdown(cancel_futures=True)
@@ -336,6 +542,16 @@ def run_jobs(write: Callable, jobs: list[tuple], num_proc: int, description: str
                 "a process that tokenizes was killed, for want of memory perhaps: the same command "
                 "goes on from what is done; use a smaller --num_proc"
             ) from None
+
+
+def end_with_parent() -> None:
+    """End this process when the one that started it is gone (F80): it would go on writing."""
+
+    def watch() -> None:
+        multiprocessing.parent_process().join()
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 def progress(work: Any, total: int, description: str) -> Any:
@@ -350,8 +566,8 @@ def progress(work: Any, total: int, description: str) -> Any:
     return work
 
 
-def load(path: str, name: str, revision: str, num_proc: int, streaming: bool) -> Any:
-    """The train split of a data set; a missing network is one line."""
+def load(path: str, name: str, split: str, revision: str, num_proc: int, streaming: bool) -> Any:
+    """A split of a data set; what is wrong with it, or a missing network, is one line."""
     import datasets
 
     local = Path(path).is_dir()
@@ -359,75 +575,71 @@ def load(path: str, name: str, revision: str, num_proc: int, streaming: bool) ->
         return datasets.load_dataset(
             path,
             name or None,
-            split="train",
+            split=split,
             revision=None if local else revision,
             streaming=streaming,
             num_proc=num_proc if num_proc > 1 and not streaming else None,
         )
     except Exception as error:  # the hub's libraries raise many kinds; the reason is what counts
-        reason = str(error).strip().splitlines() or [type(error).__name__]
-        raise UserError(
-            f"cannot load {path} ({reason[0]}): connect to the Hugging Face hub, or pass "
-            "--path=FOLDER with a copy of the repository"
-        ) from None
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        remedy = (
+            "connect to the Hugging Face hub, or pass --path=FOLDER with a copy of the repository"
+        )
+        if "config name is missing" in str(error).lower():
+            with contextlib.suppress(Exception):
+                lines = [", ".join(datasets.get_dataset_config_names(path))]
+            remedy = "it has several configurations: pass --name=ONE_OF_THEM"
+        elif "split" in lines[0].lower():
+            remedy = "pass --split=NAME"
+        raise UserError(f"cannot load {path} ({shown(lines[0])}): {remedy}") from None
 
 
-def shard_path(shards: Path, i: int, split: str) -> Path:
-    return shards / f"{i:05d}.{split}.bin"
-
-
-def note_skipped(train: Path, rows: list[str]) -> None:
-    """Write what was left out of a shard beside it, to be shown at the end."""
-    if rows:
-        lines = "".join(f"{row}\n" for row in rows)
-        train.with_suffix(".skipped").write_text(lines, encoding="utf-8")
-
-
-def write_shard(job: tuple) -> None:
-    """Tokenize one shard into a file per split; the train file comes last."""
-    dataset, n_shards, i, shards, tokenizer, val_fraction = job
+def write_shard(shard: Shard, job: tuple) -> None:
+    """Tokenize a shard of a data set of the hub."""
+    dataset, n_shards, i, _, val_fraction = job
     part = dataset.shard(num_shards=n_shards, index=i).select_columns("text")
-    in_val: list[str] = []  # few enough to be held
-    skipped: list[str] = []
-
-    def train_documents() -> Iterator[str]:
-        position = i << 32
-        for batch in part.iter(1000):
-            hashes = scramble(np.arange(position, position + len(batch["text"])), key=0)
-            documents = zip(batch["text"], hashes < limit, strict=True)
-            for row, (text, held_out) in enumerate(documents, position - (i << 32) + 1):
-                _, problem = textfiles.check_text(text, "text")
-                if problem is not None:
-                    skipped.append(f"document {row} of part {i + 1} of {n_shards}: {problem}")
-                elif held_out:
-                    in_val.append(text)
-                else:
-                    yield text
-            position += len(batch["text"])
-
-    limit = np.uint64(int(val_fraction * 2**64))
-    train, val = (shard_path(shards, i, split) for split in SPLITS)
-    write_tokens(train.with_suffix(".tmp"), tokenizer, train_documents())
-    write_tokens(val.with_suffix(".tmp"), tokenizer, in_val)
-    note_skipped(train, skipped)
-    os.replace(val.with_suffix(".tmp"), val)
-    os.replace(train.with_suffix(".tmp"), train)
+    limit, row = np.uint64(int(val_fraction * 2**64)), 0
+    for batch in part.iter(1000):
+        hashes = scramble(np.arange(row, row + len(batch["text"])) + (i << 32), key=0)
+        for text, held_out in zip(batch["text"], hashes < limit, strict=True):
+            row += 1
+            text, problem = textfiles.checked(text, "text")
+            problem = problem or shard.add("val" if held_out else "train", text)
+            if problem is not None:
+                shard.skipped.append(f"document {row} of part {i + 1} of {n_shards}: {problem}")
 
 
-def write_text_shard(job: tuple) -> None:
-    """Tokenize some parts of files into a file per split; the train file comes last."""
-    parts, i, shards, tokenizer, column, val_fraction, skip_bad_rows = job
-    skipped: list[str] = []
-    train, val = (shard_path(shards, i, split) for split in SPLITS)
-    with (
-        TokenWriter(train.with_suffix(".tmp"), tokenizer) as in_train,
-        TokenWriter(val.with_suffix(".tmp"), tokenizer) as in_val,
-    ):
-        writers = {"train": in_train, "val": in_val}
-        for part in parts:
-            where = skipped if skip_bad_rows else None
-            for split, text, ends in textfiles.documents(part, column, val_fraction, where):
-                writers[split].add(text, ends)
-    note_skipped(train, skipped)
-    os.replace(val.with_suffix(".tmp"), val)
-    os.replace(train.with_suffix(".tmp"), train)
+def write_text_shard(shard: Shard, job: tuple) -> None:
+    """Tokenize some parts of files. Of rows `val_fraction` is spread evenly."""
+    parts, _, tokenizer, column, val_fraction, skip_bad_rows = job
+    for part in parts:
+        if part.kind == "text":
+            write_text(shard.writers[part.split], part, tokenizer)
+            continue
+        for row, where, text, problem in textfiles.rows(part, column):
+            if problem is None:
+                before, after = (n * val_fraction + part.phase for n in (row, row + 1))
+                problem = shard.add("val" if int(after) > int(before) else "train", text)
+            if problem is None:
+                continue
+            if not skip_bad_rows:
+                raise bad_row(part, where, problem)
+            shard.skipped.append(f"{part.path}, {where}: {problem}")
+
+
+def write_text(writer: TokenWriter, part: textfiles.Part, tokenizer: Tokenizer) -> None:
+    """Tokenize a part of a text file."""
+    chunks, before, after = textfiles.text_chunks(part)
+
+    def counted() -> Iterator[str]:
+        for chunk in chunks:
+            writer.bytes += len(chunk) if chunk.isascii() else len(chunk.encode())
+            yield chunk
+
+    writer.append(writer.begin if part.begins else [])
+    try:
+        for ids in encode_pieces(tokenizer, counted(), before, after):
+            writer.append(ids)
+    except UserError as error:
+        raise UserError(f"{part.path}: {error}") from None
+    writer.append(writer.end if part.ends else [])

@@ -161,11 +161,13 @@ class RunLog:
         self.restart_clock(iter_num)
 
     def evaluation(self, entry: dict[str, Any], seconds: float, best: bool) -> None:
-        """Log an evaluation: iter, train_loss and val_loss; how long it took, whether it is the
-        best so far."""
+        """Log an evaluation: iter, train_loss, val_loss, and val_bpb where it is known; how long it
+        took, whether it is the best so far."""
         self.line(
             f"iter {entry['iter']:6d} | train loss {entry['train_loss']:7.4f} | "
-            f"val loss {entry['val_loss']:7.4f} | {seconds:5.1f} s"
+            f"val loss {entry['val_loss']:7.4f} | "
+            + (f"val bpb {entry['val_bpb']:.4f} | " if "val_bpb" in entry else "")
+            + f"{seconds:5.1f} s"
             + (" | best so far" if best else "")
         )
         self.write(entry)
@@ -244,9 +246,10 @@ def read_json_lines(path: Path) -> list[dict[str, Any]]:
 def training_clock(entries: list[dict[str, Any]]) -> tuple[list[float], list[int]]:
     """Seconds of training steps, and tokens trained on, before each iteration of a metrics.jsonl.
 
-    Evaluation is no part of a step's time. The first three steps may have compiled, and one after
-    an evaluation seems too short, since that waited for the optimizer of the step before: these
-    take the median of the steps after them.
+    Evaluation is no part of a step's time. The first three steps, and those after a resume, may
+    have compiled (they take four times as long as later ones), and one after an evaluation seems
+    too short, since that waited for the optimizer of the step before: these take the median of the
+    steps after them.
     """
     ms: list[float] = []
     tokens: list[int] = []
@@ -259,6 +262,8 @@ def training_clock(entries: list[dict[str, Any]]) -> tuple[list[float], list[int
     ms += (ms[-1:] or [0.0]) * missing
     tokens += (tokens[-1:] or [0]) * missing
     unsure = {0, 1, 2} | {entry["iter"] for entry in entries if "val_loss" in entry}
+    usual = statistics.median(ms or [0.0])
+    unsure |= {i for i, value in enumerate(ms) if value > 4 * usual}
     sure = [None if i in unsure else value for i, value in enumerate(ms)]
     for i in unsure & set(range(len(ms))):
         after = [value for value in sure[i : i + 16] if value is not None]

@@ -1,28 +1,71 @@
 """Text to token ids and back. `from_meta` rebuilds the tokenizer of a data set or checkpoint."""
 
+import itertools
 import json
+import re
 import reprlib
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 
 from steady import UserError
+from steady.folder import whole_file
 
 
 class Tokenizer(Protocol):
-    """What every tokenizer offers. `meta()` is JSON; `end_of_text` is an id, or None.
+    """The interface of all tokenizers. `meta()` is JSON that `from_meta` takes.
 
-    Where a token is a byte or a character, lists of Python's integers would take most of a data
-    set's time: these tokenizers have `encode_array` too.
+    Tokenizers whose tokens are bytes or characters also have `encode_array(text) -> np.ndarray`:
+    lists of Python integers would take most of a preparation's time. A tokenizer whose ids depend
+    on the text around a piece has `encode_between(before, text, after) -> list[int]`.
     """
 
     vocab_size: int
-    end_of_text: int | None
+    begin_of_text: int | None  # the id that every document and prompt begins with
+    end_of_text: int | None  # the id after every document
+    stop_tokens: list[int]  # ids that end a sample: end_of_text, and others of chat models
 
     def encode(self, text: str) -> list[int]: ...
     def decode(self, ids: list[int]) -> str: ...
     def meta(self) -> dict[str, Any]: ...
+    def seam(self, window: str) -> int | None:
+        """A place near the middle of `window` where a text can be cut without changing its ids;
+        None if there is none."""
+
+
+PIECE = 2**18  # characters of a long text that are tokenized at a time
+WINDOW = 2**11  # characters on both sides of a cut that are looked at
+
+
+def encode_pieces(
+    tokenizer: Tokenizer, chunks: Iterable[str], before: str = "", after: str = ""
+) -> Iterator[Sequence[int]]:
+    """The ids of the text that `chunks` make up, in pieces: the same ids as of all of it at once,
+    in constant memory, and where tokenizers fail on long texts (tiktoken#15).
+
+    before, after: what surrounds the text in a longer one, WINDOW characters of it or more.
+    """
+    text, position = "", PIECE
+    for chunk in chunks:
+        text += chunk
+        while len(text) >= position + WINDOW:
+            cut = tokenizer.seam(text[position - WINDOW : position + WINDOW])
+            if cut is None:  # a long word, say: look for a place behind it
+                position += WINDOW
+                continue
+            cut += position - WINDOW
+            yield encode_between(tokenizer, before, text[:cut], text[cut : cut + WINDOW])
+            before, text, position = text[cut - WINDOW : cut], text[cut:], PIECE
+    yield encode_between(tokenizer, before, text, after)
+
+
+def encode_between(tokenizer: Tokenizer, before: str, text: str, after: str) -> Sequence[int]:
+    """The ids of `text`, where the tokenizer's ids may depend on what surrounds it."""
+    if hasattr(tokenizer, "encode_between"):
+        return tokenizer.encode_between(before, text, after)
+    return getattr(tokenizer, "encode_array", tokenizer.encode)(text)
 
 
 def code_points(text: str) -> np.ndarray:
@@ -31,13 +74,16 @@ def code_points(text: str) -> np.ndarray:
 
 
 class CharTokenizer:
-    """One token per character of a fixed alphabet."""
+    """One token per character of a fixed alphabet, and where a data set has several documents one
+    more, the last, for the end of each (`ends`)."""
 
-    end_of_text = None
+    begin_of_text = None
 
-    def __init__(self, alphabet: str):
+    def __init__(self, alphabet: str, ends: bool = False):
         self.alphabet = alphabet
-        self.vocab_size = len(alphabet)
+        self.vocab_size = len(alphabet) + ends
+        self.end_of_text = len(alphabet) if ends else None
+        self.stop_tokens = [len(alphabet)] * ends
         self.ids = {character: i for i, character in enumerate(alphabet)}
         self.table = np.full(max(map(ord, alphabet), default=0) + 2, -1)  # ids by code point
         self.table[code_points(alphabet)] = np.arange(len(alphabet))
@@ -56,22 +102,28 @@ class CharTokenizer:
         if len(ids) and ids.min() < 0:
             unknown = "".join(sorted(set(text) - self.ids.keys()))
             raise UserError(
-                f"the character tokenizer does not know {unknown!r}; "
+                f"the character tokenizer does not know {reprlib.repr(unknown)}; "
                 f"it was trained on these characters only: {self.alphabet!r}"
             )
         return ids
 
     def decode(self, ids: list[int]) -> str:
-        return "".join(self.alphabet[i] for i in ids)
+        return "".join(self.alphabet[i] for i in ids if i < len(self.alphabet))
 
     def meta(self) -> dict[str, Any]:
-        return {"tokenizer": "char", "alphabet": self.alphabet}
+        ends = {} if self.end_of_text is None else {"end_of_text": self.end_of_text}
+        return {"tokenizer": "char", "alphabet": self.alphabet} | ends
+
+    def seam(self, window: str) -> int | None:
+        return len(window) // 2
 
 
 class ByteTokenizer:
     """One token per UTF-8 byte, and one more for the end of a text. Knows every character."""
 
+    begin_of_text = None
     end_of_text = 256
+    stop_tokens = [256]
     vocab_size = 257
 
     def encode(self, text: str) -> list[int]:
@@ -86,14 +138,25 @@ class ByteTokenizer:
     def meta(self) -> dict[str, Any]:
         return {"tokenizer": "byte"}
 
+    def seam(self, window: str) -> int | None:
+        return len(window) // 2
+
 
 class GPT2Tokenizer:
-    """GPT-2's byte-pair encoding, through tiktoken."""
+    """GPT-2's byte-pair encoding, through tiktoken.
 
+    special_tokens: read <|endoftext|> in a text as the token, not as characters.
+    """
+
+    begin_of_text = None
     end_of_text = 50256
+    stop_tokens = [50256]
     vocab_size = 50257
+    # no pattern of GPT-2's matches across: a plain space or line feed behind another character
+    border = re.compile(r"(?<=\S)[ \n]")
 
-    def __init__(self):
+    def __init__(self, special_tokens: bool = False):
+        self.special_tokens = special_tokens
         try:
             import tiktoken
 
@@ -108,19 +171,46 @@ class GPT2Tokenizer:
             ) from None
 
     def encode(self, text: str) -> list[int]:
-        return self.encoding.encode_ordinary(text)
+        if self.special_tokens and "<|endoftext|>" in text:
+            parts = [self.encode_text(part) for part in text.split("<|endoftext|>")]
+            return parts[0] + [i for part in parts[1:] for i in (self.end_of_text, *part)]
+        return self.encode_text(text)
+
+    def encode_text(self, text: str) -> list[int]:
+        if len(text) < 2 * PIECE:
+            return self.encoding.encode_ordinary(text)
+        # tiktoken's own search for words panics from half a million spaces on (tiktoken#15)
+        import regex  # which tiktoken needs
+
+        words = regex.finditer(self.encoding._pat_str, text)
+        return [i for word in words for i in self.encoding._encode_single_piece(word.group())]
 
     def decode(self, ids: list[int]) -> str:
         return self.encoding.decode(ids)
 
     def meta(self) -> dict[str, Any]:
-        return {"tokenizer": "gpt2"}
+        return {"tokenizer": "gpt2"} | ({"special_tokens": True} if self.special_tokens else {})
+
+    def seam(self, window: str) -> int | None:
+        found = self.border.search(window, len(window) // 2)
+        return found and found.start()
 
 
 class HFTokenizer:
-    """Any tokenizer in the format of Hugging Face's tokenizer.json, through `tokenizers`."""
+    """Any tokenizer in the format of Hugging Face's tokenizer.json, through `tokenizers`.
 
-    def __init__(self, content: str, end_of_text: int | None):
+    content: of the file. begin_of_text, end_of_text: ids or None. stop_tokens: ids that end a
+    sample too. special_tokens: read special tokens that texts spell as tokens, not as characters.
+    """
+
+    def __init__(
+        self,
+        content: str,
+        end_of_text: int | None = None,
+        begin_of_text: int | None = None,
+        stop_tokens: Sequence[int] = (),
+        special_tokens: bool = False,
+    ):
         try:
             from tokenizers import Tokenizer
         except ImportError:
@@ -131,25 +221,126 @@ class HFTokenizer:
             raise UserError(f"this is no tokenizer.json: {error}") from None
         self.tokenizer.no_truncation()  # many files ask for both, for a model's inputs
         self.tokenizer.no_padding()
-        self.content, self.end_of_text = content, end_of_text
-        self.vocab_size = max(self.tokenizer.get_vocab(with_added_tokens=True).values()) + 1
+        self.tokenizer.encode_special_tokens = not special_tokens  # as characters
+        self.content, self.end_of_text, self.begin_of_text = content, end_of_text, begin_of_text
+        ends = [] if end_of_text is None else [end_of_text]
+        self.stop_tokens = list(dict.fromkeys([*ends, *stop_tokens]))
+        self.special_tokens = special_tokens
+        vocabulary = self.tokenizer.get_vocab(with_added_tokens=True)
+        self.vocab_size = max(vocabulary.values()) + 1
+        # of models that spell unknown characters in bytes: <0x00> to <0xFF>
+        bytes_ = [vocabulary.get(f"<0x{i:02X}>") for i in range(256)]
+        self.byte_ids = None if None in bytes_ else bytes_
 
     def encode(self, text: str) -> list[int]:
+        return self.encode_between("", text, "")
+
+    def encode_between(self, before: str, text: str, after: str) -> list[int]:
+        ids, starts, _ = self.encode_with_offsets(before + text + after)
+        begin, end = len(before), len(before) + len(text)
+        first = sum(start < begin for start in starts) if before else 0
+        last = sum(start < end for start in starts) if after else len(ids)
+        return ids[first:last]
+
+    def encode_with_offsets(self, text: str) -> tuple[list[int], list[int], list[int]]:
+        """The ids, and where each one's characters start and stop."""
         try:
-            return self.tokenizer.encode(text, add_special_tokens=False).ids
+            encoding = self.tokenizer.encode(text, add_special_tokens=False)
         except Exception as error:  # a vocabulary without a token for what it does not know
             raise UserError(
                 f"the tokenizer does not know all of {reprlib.repr(text)}: {error}"
             ) from None
+        starts, stops = zip(*encoding.offsets, strict=True) if encoding.ids else ((), ())
+        return encoding.ids, list(starts), list(stops)
 
     def decode(self, ids: list[int]) -> str:
+        if self.byte_ids is not None:
+            ids = self.mend_bytes(ids)
         return self.tokenizer.decode(ids, skip_special_tokens=False)
 
+    def mend_bytes(self, ids: list[int]) -> list[int]:
+        """Replace bytes that are no UTF-8, such as the beginning of a character, by the bytes of
+        U+FFFD. `tokenizers` would drop all characters of such a run of bytes (LLamaSharp#265)."""
+        value = {id: i for i, id in enumerate(self.byte_ids)}
+        mended = []
+        for is_byte, run in itertools.groupby(ids, value.__contains__):
+            if is_byte:
+                text = bytes(value[i] for i in run).decode("utf-8", errors="replace")
+                run = (self.byte_ids[byte] for byte in text.encode("utf-8"))
+            mended += run
+        return mended
+
     def meta(self) -> dict[str, Any]:
-        return {"tokenizer": "hf", "json": self.content, "end_of_text": self.end_of_text}
+        return {
+            "tokenizer": "hf", "json": self.content, "end_of_text": self.end_of_text,
+            "begin_of_text": self.begin_of_text, "stop_tokens": self.stop_tokens,
+        } | ({"special_tokens": True} if self.special_tokens else {})  # fmt: skip
+
+    def seam(self, window: str) -> int | None:
+        """Where the window without its end and the window without its beginning, tokenized on their
+        own, agree in eight tokens on both sides."""
+        half, shift = len(window) // 2, len(window) // 4 - 3  # 1021, a prime: runs of equal tokens
+        left = list(zip(*self.encode_with_offsets(window[:-shift]), strict=True))  # do not agree
+        right = [
+            (id, start + shift, stop + shift)
+            for id, start, stop in zip(*self.encode_with_offsets(window[shift:]), strict=True)
+        ]
+        places = {token: j for j, token in enumerate(right)}
+        for i, token in enumerate(left):
+            j = places.get(token, -1)
+            if token[1] < half or i < 8 or j < 8 or left[i - 8 : i + 8] != right[j - 8 : j + 8]:
+                continue
+            if len(left[i - 8 : i + 8]) == 16 and left[i - 1][1] < token[1] >= left[i - 1][2]:
+                return token[1]
+        return None
 
 
-META_KEYS = ("tokenizer", "alphabet", "json", "end_of_text")  # what checkpoints keep of meta.json
+def encode_prompt(tokenizer: Tokenizer, text: str) -> list[int]:
+    """The ids of a prompt, which begins as the documents of the training set do. Where the text
+    spells the end-of-text token, it is that token, as in nanoGPT; an empty one is only the token
+    that comes before a document's first.
+
+    Raises UserError if that leaves nothing.
+    """
+    end, begin = tokenizer.end_of_text, tokenizer.begin_of_text
+    spelling = "<|endoftext|>"
+    if end is not None and isinstance(tokenizer, HFTokenizer):
+        spelling = tokenizer.tokenizer.id_to_token(end) or spelling
+    parts = [
+        tokenizer.encode(part) for part in (text.split(spelling) if end is not None else [text])
+    ]
+    ids = parts[0] + [id for part in parts[1:] for id in (end, *part)]
+    if begin is not None and ids[:1] != [begin]:
+        ids = [begin, *ids]
+    if not ids and end is None:
+        raise UserError("--start is empty: give the model at least one character to go on from")
+    return ids or [end]
+
+
+def train_bpe(texts: Iterable[str], vocab_size: int) -> HFTokenizer:
+    """A byte-level BPE of `vocab_size` tokens, as GPT-2's is one, learned from `texts`. Its token 0
+    is <|endoftext|>."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    if not 257 <= vocab_size <= 2**20:
+        raise UserError(f"bpe:{vocab_size} is not between 257 (bytes, end of text) and 2**20")
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=["<|endoftext|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return HFTokenizer(tokenizer.to_str(), end_of_text=0)
+
+
+# what checkpoints keep of meta.json
+META_KEYS = (
+    "tokenizer", "alphabet", "json", "begin_of_text", "end_of_text", "stop_tokens", "special_tokens"
+)  # fmt: skip
 META_VALUES = {  # what meta.json may say: in words, and as a check
     "tokenizer": ("char, byte, gpt2 or hf", lambda v: v in ("char", "byte", "gpt2", "hf")),
     "alphabet": ("a text, no character twice",
@@ -157,10 +348,16 @@ META_VALUES = {  # what meta.json may say: in words, and as a check
     "json": ("a tokenizer.json as text", lambda v: isinstance(v, str)),
     "end_of_text": ("a token id or null",
                     lambda v: v is None or type(v) is int and 0 <= v < 2**32),
+    "begin_of_text": ("a token id or null",
+                      lambda v: v is None or type(v) is int and 0 <= v < 2**32),
+    "stop_tokens": ("a list of token ids", lambda v: isinstance(v, list) and all(
+        type(i) is int and 0 <= i < 2**32 for i in v)),
+    "special_tokens": ("true or false", lambda v: isinstance(v, bool)),
     "vocab_size": ("an integer from 1 to 2**32", lambda v: type(v) is int and 0 < v <= 2**32),
     "dtype": ("uint16 or uint32", lambda v: v in ("uint16", "uint32")),
     "unigram_entropy": ("a number", lambda v: type(v) in (int, float) and 0 <= v < 100),
-    "tokens": ("an object with the counts of train and val", lambda v: isinstance(v, dict)),
+    **{key: ("an object with the counts of train and val", lambda v: isinstance(v, dict) and all(
+        type(n) is int and n >= 0 for n in v.values())) for key in ("tokens", "bytes", "crc32")},
 }  # fmt: skip
 NEEDED_KEY = {"char": "alphabet", "hf": "json"}  # by tokenizer
 
@@ -186,46 +383,95 @@ def find_folder(source: str, patterns: list[str]) -> Path:
         ) from None
 
 
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file; empty if there is no such file. Raises UserError otherwise."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(content, dict):
+            raise ValueError(f"it holds a {type(content).__name__}, not an object")
+        return content
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(f"{path} cannot be read: {error}") from None
+
+
 def hf_tokenizer_meta(folder: Path) -> dict[str, Any]:
-    """What `from_meta` needs for the tokenizer.json in `folder`; empty if there is none."""
+    """What `from_meta` needs for the tokenizer.json in `folder`; empty if there is none.
+
+    Which token begins a text is what transformers prepends: what the tokenizer's own template
+    says, unless tokenizer_config.json has add_bos_token. Which ones end it stands in one of four
+    files, depending on who wrote the folder; all of them end a sample, the first one a document.
+    """
     path = folder / "tokenizer.json"
     if not path.exists():
         return {}
-    end_of_text = None
-    if (folder / "config.json").exists():
-        try:
-            config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-            end_of_text = config.get("eos_token_id")
-        except (ValueError, AttributeError, RecursionError) as error:
-            raise UserError(f"{folder / 'config.json'} cannot be read: {error}") from None
-    if isinstance(end_of_text, list):  # several end a turn of a chat; the first ends a text
-        end_of_text = end_of_text[0] if end_of_text else None
     try:
-        tokenizer = HFTokenizer(path.read_text(encoding="utf-8"), end_of_text)
-    except UserError as error:
+        tokenizer = HFTokenizer(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
         raise UserError(f"{path}: {error}") from None
-    if end_of_text is not None and end_of_text not in range(tokenizer.vocab_size):
-        raise UserError(
-            f"{folder / 'config.json'}: eos_token_id={end_of_text!r} is no id of the tokenizer's "
-            f"{tokenizer.vocab_size}"
-        )
-    return tokenizer.meta()
+    vocabulary = tokenizer.tokenizer.get_vocab(with_added_tokens=True)
+    settings = read_json(folder / "tokenizer_config.json")
+
+    def id_of(key: str, content: dict[str, Any]) -> int | None:
+        token = content.get(key)
+        return vocabulary.get(str(token.get("content") if isinstance(token, dict) else token))
+
+    ends = []
+    for name in ("config.json", "generation_config.json"):
+        found = read_json(folder / name).get("eos_token_id")
+        for id in found if isinstance(found, list) else [] if found is None else [found]:
+            if type(id) is not int or id not in range(tokenizer.vocab_size):
+                raise UserError(
+                    f"{folder / name}: eos_token_id={reprlib.repr(id)} is no id of the tokenizer's "
+                    f"{tokenizer.vocab_size}"
+                )
+            ends.append(id)
+    ends.append(id_of("eos_token", settings))
+    ends.append(id_of("eos_token", read_json(folder / "special_tokens_map.json")))
+    ends = list(dict.fromkeys(id for id in ends if id is not None))
+    template = tokenizer.tokenizer.encode("").ids  # with special tokens: what it adds to a text
+    begin = template[0] if template and template[0] not in ends else None
+    if isinstance(settings.get("add_bos_token"), bool):
+        begin = id_of("bos_token", settings) if settings["add_bos_token"] else None
+    return tokenizer.meta() | {
+        "begin_of_text": begin, "end_of_text": ends[0] if ends else None, "stop_tokens": ends,
+    }  # fmt: skip
 
 
-def write_hf_tokenizer(meta: dict[str, Any], folder: Path) -> None:
-    """Write the tokenizer that `meta` describes as transformers' AutoTokenizer reads it."""
+def write_hf_tokenizer(
+    meta: dict[str, Any], folder: Path, came_with: dict[str, Any] | None = None
+) -> None:
+    """Write the tokenizer that `meta` describes as transformers' AutoTokenizer reads it: its
+    template prepends the begin-of-text token if, and only if, data and prompts were made with it.
+
+    came_with: contents of tokenizer_config.json and the like (by name, without .json) that the
+    pretrained model's tokenizer had: chat template, unknown token, further special tokens.
+    """
     import tokenizers
-    from tokenizers import decoders, models, pre_tokenizers
+    from tokenizers import decoders, models, pre_tokenizers, processors
 
+    came_with = came_with or {}
     tokenizer = from_meta(meta)
-    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+    begin, end = tokenizer.begin_of_text, tokenizer.end_of_text
     if isinstance(tokenizer, HFTokenizer):
-        written = tokenizer.tokenizer
+        written = tokenizers.Tokenizer.from_str(tokenizer.content)
+        written.no_truncation()
+        written.no_padding()
+        if written.encode("").ids != ([] if begin is None else [begin]):
+            written.post_processor = processors.ByteLevel(trim_offsets=False)
+            if begin is not None:
+                token = written.id_to_token(begin)
+                written.post_processor = processors.TemplateProcessing(
+                    single=f"{token} $A", pair=f"{token} $A $B", special_tokens=[(token, begin)]
+                )
     elif isinstance(tokenizer, CharTokenizer):
         written = tokenizers.Tokenizer(models.WordLevel(tokenizer.ids, unk_token=""))
         every = tokenizers.Regex(r"[\s\S]")
         written.pre_tokenizer = pre_tokenizers.Split(every, behavior="isolated")
         written.decoder = decoders.Fuse()
+        if end is not None:
+            written.add_special_tokens(["<|endoftext|>"])
     else:  # bytes, and GPT-2's pairs of them, are written as printable characters
         printable = byte_characters()
         if isinstance(tokenizer, GPT2Tokenizer):
@@ -241,13 +487,36 @@ def write_hf_tokenizer(meta: dict[str, Any], folder: Path) -> None:
         )
         written.decoder = decoders.ByteLevel()
         written.add_special_tokens(["<|endoftext|>"])
-    if tokenizer.end_of_text is not None:
-        end = written.id_to_token(tokenizer.end_of_text)
-        settings |= {"eos_token": end, "bos_token": end}
-    written.save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text(
-        json.dumps(settings, indent=2) + "\n", encoding="utf-8"
-    )
+    settings = {k: v for k, v in came_with.get("tokenizer_config", {}).items()
+                if k not in ("auto_map", "backend", "is_local", "processor_class")}  # fmt: skip
+    if isinstance(settings.get("extra_special_tokens"), list):  # which transformers 4 refuses
+        settings["additional_special_tokens"] = settings.pop("extra_special_tokens")
+    settings |= {
+        "tokenizer_class": "PreTrainedTokenizerFast",  # takes tokenizer.json as it is
+        "clean_up_tokenization_spaces": settings.get("clean_up_tokenization_spaces", False),
+        "model_input_names": ["input_ids", "attention_mask"],  # not token_type_ids: models refuse
+        "add_bos_token": begin is not None,
+        "add_eos_token": False,
+    }
+    if end is not None:
+        settings.setdefault("eos_token", written.id_to_token(end))
+        if not came_with.get("tokenizer_config"):  # as in GPT-2, one token does both
+            settings["bos_token"] = settings["eos_token"]
+    if begin is not None:
+        settings["bos_token"] = written.id_to_token(begin)
+    with whole_file(folder / "tokenizer.json") as file:
+        file.write(written.to_str(pretty=True).encode())
+    files = {
+        "tokenizer_config": settings,
+        "special_tokens_map": came_with.get("special_tokens_map"),
+    }
+    for name, content in files.items():
+        if content:
+            with whole_file(folder / f"{name}.json") as file:
+                file.write(json.dumps(content, indent=2).encode() + b"\n")
+    if came_with.get("chat_template"):
+        with whole_file(folder / "chat_template.jinja") as file:
+            file.write(came_with["chat_template"].encode())
 
 
 def byte_characters() -> list[str]:
@@ -272,19 +541,49 @@ def byte_pairs(ranks: dict[bytes, int]) -> list[tuple[bytes, bytes]]:
     return pairs
 
 
-def load_tokenizer(name: str) -> Tokenizer:
-    """The tokenizer that a prepare script's --tokenizer names: gpt2, byte, or hf:PATH_OR_HUB_ID."""
+def load_tokenizer(name: str, special_tokens: bool = False) -> Tokenizer:
+    """The tokenizer that a prepare script's --tokenizer names: gpt2, byte, or hf:PATH_OR_HUB_ID.
+
+    special_tokens: read special tokens that texts spell as tokens, not as characters.
+    """
     if name.startswith("hf:") and name != "hf:":
-        meta = hf_tokenizer_meta(find_folder(name[3:], ["*.json"]))
+        source = name[3:]
+        if Path(source).name == "tokenizer.json" and Path(source).is_file():
+            source = str(Path(source).parent)
+        folder = find_folder(source, ["*.json"])
+        meta = hf_tokenizer_meta(folder)
         if not meta:
-            raise UserError(f"{name[3:]} has no tokenizer.json")
-        return from_meta(meta)
+            raise UserError(f"{source} has no tokenizer.json{how_to_make(folder)}")
+        if meta["end_of_text"] is None:
+            print(
+                f"warning: none of {source}'s files names an end-of-text token: documents will not "
+                "be separated, and samples will not end on their own"
+            )
+        return from_meta(meta | {"special_tokens": special_tokens})
     if name not in ("gpt2", "byte"):
         raise UserError(
             f"unknown tokenizer={name!r}: use gpt2, byte, hf:PATH_OR_HUB_ID, or for "
-            "text of your own char"
+            "text of your own char or bpe:SIZE"
         )
-    return from_meta({"tokenizer": name})
+    if name == "byte" and special_tokens:
+        raise UserError("special_tokens=True is not for bytes: their only one has no spelling")
+    return from_meta({"tokenizer": name, "special_tokens": special_tokens})
+
+
+def how_to_make(folder: Path) -> str:
+    """How to get a tokenizer.json from other files of a tokenizer; empty if there are none."""
+    if not any((folder / n).exists() for n in ("tokenizer.model", "vocab.json", "vocab.txt")):
+        return ""
+    return (
+        ", but another kind of file: make one with python -c 'from transformers import "
+        f'AutoTokenizer as A; A.from_pretrained("{folder}").save_pretrained("{folder}")\''
+    )
+
+
+def same_tokenizer(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    """Whether two `meta()` describe the same ids for the same documents."""
+    keys = ("tokenizer", "alphabet", "json", "begin_of_text", "end_of_text")
+    return all(one.get(key) == other.get(key) for key in keys)
 
 
 def check_meta(meta: Any, source: str, whole: bool = False) -> None:
@@ -305,7 +604,7 @@ def check_meta(meta: Any, source: str, whole: bool = False) -> None:
                 f'{source}: "{key}" must be {words}, but is {found}: prepare the data set again'
             )
     size = len(meta.get("alphabet", ""))
-    if size and meta.get("vocab_size", size) != size:
+    if size and meta.get("vocab_size", size) not in (size, size + 1):
         raise UserError(
             f'{source}: "vocab_size" is {meta["vocab_size"]}, but "alphabet" has {size} '
             "characters: prepare the data set again"
@@ -317,13 +616,16 @@ def from_meta(meta: dict[str, Any]) -> Tokenizer:
 
     Without one it is GPT-2's: nanoGPT's bare .bin files hold its tokens.
     """
-    name = meta.get("tokenizer", "gpt2")
+    name, special_tokens = meta.get("tokenizer", "gpt2"), meta.get("special_tokens", False)
     if name == "char":
-        return CharTokenizer(meta["alphabet"])
+        return CharTokenizer(meta["alphabet"], ends=meta.get("end_of_text") is not None)
     if name == "byte":
         return ByteTokenizer()
     if name == "gpt2":
-        return GPT2Tokenizer()
+        return GPT2Tokenizer(special_tokens)
     if name == "hf":
-        return HFTokenizer(meta["json"], meta.get("end_of_text"))
+        return HFTokenizer(
+            meta["json"], meta.get("end_of_text"), meta.get("begin_of_text"),
+            meta.get("stop_tokens", []), special_tokens,
+        )  # fmt: skip
     raise UserError(f"unknown tokenizer {name!r}: known are char, byte, gpt2 and hf")

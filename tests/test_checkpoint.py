@@ -335,7 +335,7 @@ WRONG_CONTENT = [  # key, what becomes of it, what sample.py and convert.py say,
     ("model_config", lambda config: config | {"heads": 2}, "model_config: unknown heads"),
     ("model_config", lambda config: config | {"n_layer": "2"}, "n_layer='2' is not of type int"),
     ("model_config", lambda config: config | {"n_layer": -2}, "n_layer=-2 must be at least 1"),
-    ("pretrained_dtype", lambda dtype: 5, "pretrained_dtype is 5"),
+    ("pretrained_dtype", lambda dtype: 5, "pretrained has no floating-point dtype"),
 ]
 WRONG_STATE = [
     ("sequences", lambda n: None, "sequences is None, not a int"),

@@ -203,7 +203,9 @@ def test_an_export_replaces_no_other_model(run, sums, tmp_path):
     theirs("Llama").save_pretrained(other)
     before = (other / "model.safetensors").read_bytes()
     for _ in range(2):
-        with pytest.raises(ValueError, match="other holds a model already: name another folder"):
+        with pytest.raises(
+            ValueError, match="other holds another model or tokenizer: name another folder"
+        ):
             run("convert.py", f"--out_dir={tmp_path}", f"--to={other}")
         assert (other / "model.safetensors").read_bytes() == before
         (other / "config.json").unlink(missing_ok=True)

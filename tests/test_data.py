@@ -14,8 +14,9 @@ from conftest import ROOT
 from configurator import read_settings
 from steady import UserError, textfiles
 from steady import prepare as hub
+from steady import tokenizer as tokenizers_
 from steady.dataloader import TokenFile, read_meta
-from steady.prepare import prepare_from_files, split_text, write_dataset, write_tokens
+from steady.prepare import TokenWriter, prepare_from_files, split_text, write_dataset
 from steady.tokenizer import ByteTokenizer, CharTokenizer, GPT2Tokenizer, from_meta
 
 
@@ -40,7 +41,7 @@ def test_written_files_and_meta_agree(tmp_path, capsys):
 
 
 class LargeTokenizer:
-    vocab_size, end_of_text = 70000, 69999
+    vocab_size, end_of_text, begin_of_text = 70000, 69999, None
 
     def encode(self, text):
         return [65536 + ord(c) for c in text]
@@ -61,18 +62,20 @@ def test_a_file_without_spaces_is_not_held_whole(tmp_path, monkeypatch):
     monkeypatch.setattr(textfiles, "READ_BYTES", 100)
     path, text = tmp_path / "dna.txt", "ACGT" * 1000
     path.write_text(text)
-    pieces = list(textfiles.split_file(path, 0.1))
-    assert max(len(piece) for _, piece, _ in pieces) < 200
-    for split, part in (("train", text[:3600]), ("val", text[3600:])):
-        assert "".join(piece for name, piece, _ in pieces if name == split) == part
+    parts = list(textfiles.parts_of(path, 0.1, 0.0, ByteTokenizer().seam))
+    for part, expected in zip(parts, (text[:3600], text[3600:]), strict=True):
+        chunks = list(textfiles.text_chunks(part)[0])
+        assert max(map(len, chunks)) <= 100 and "".join(chunks) == expected
 
 
 def test_many_documents_without_tokens_are_not_all_held(tmp_path, monkeypatch):
     monkeypatch.setattr(hub, "BUFFER_TOKENS", 100)
-    with hub.TokenWriter(tmp_path / "train.bin", CharTokenizer("ab")) as writer:
+    with open(tmp_path / "train.bin", "wb") as file:
+        writer = TokenWriter(file, CharTokenizer("ab"))
         for text in ["", "ab", ""] * 200:
             writer.add(text)
-            assert len(writer.pieces) <= 200
+            assert len(writer.pieces) <= 300
+        assert writer.counts()["tokens"] == 400
     assert np.fromfile(tmp_path / "train.bin", dtype="<u2").tolist() == [0, 1] * 200
 
 
@@ -85,8 +88,8 @@ def test_empty_split_is_refused_and_nothing_appears(tmp_path):
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
 def test_a_disk_that_is_full_of_tokens_is_told_as_such():
     """numpy's own writing has no errno, which leaves a trace in place of a line."""
-    with pytest.raises(OSError) as error:
-        write_tokens(Path("/dev/full"), ByteTokenizer(), ["a" * 2**21])
+    with pytest.raises(OSError) as error, open("/dev/full", "wb", buffering=0) as file:
+        TokenWriter(file, ByteTokenizer()).add("a" * 2**21)
     assert error.value.errno == errno.ENOSPC
 
 
@@ -161,7 +164,10 @@ def test_what_an_earlier_run_has_written_is_no_text(run, tmp_path):
         (["--input=nowhere.txt"], "no file matches --input=nowhere.txt"),
         (["--input={binary},"], "has an empty name between its commas, or at an end"),
         (["--input={binary}", "--tokenizer=hf:"], "unknown tokenizer='hf:'"),
-        (["--input={binary}", "--tokenizer=byte"], "cannot read .* as UTF-8 text"),
+        (
+            ["--input={binary}", "--tokenizer=byte"],
+            "binary is no text: it holds bytes that are no UTF-8",
+        ),
         (["--input={binary}", "--tokenizer=bpe"], "unknown tokenizer='bpe'"),
         (["--input={binary}", "--val_fraction=1"], "val_fraction=1.0 must be above 0"),
     ],
@@ -296,7 +302,7 @@ def test_own_files_in_parts_processes_and_after_interruptions_are_the_same(
     import pyarrow
     import pyarrow.parquet
 
-    texts = [f"A text, number {i}.\n\n  It's {'long ' * (i % 50)}\n" for i in range(400)]
+    texts = [f"A text, number {i}.\n\n  It's {'long ' * (i % 50)}\n" for i in range(800)]
     rows = "".join(json.dumps({"text": text}) + "\n" for text in texts)
     (tmp_path / "a.jsonl").write_text(rows, encoding="utf-8")
     (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(rows.encode()))
@@ -311,17 +317,22 @@ def test_own_files_in_parts_processes_and_after_interruptions_are_the_same(
         prepare_from_files(tmp_path / out, tokenizer, paths, **settings)
         contents[out] = read(tmp_path / out, "train"), read(tmp_path / out, "val")
 
+    def plan():
+        return textfiles.plan(paths, 0.1, GPT2Tokenizer().seam)
+
     prepare("plain")
     prepare("char", "char")
-    assert len(textfiles.plan(paths)) == 1
+    assert len(plan()) == 1
     whole = split_text("".join(texts))  # as if the text were encoded in one piece
     expected = [*GPT2Tokenizer().encode(whole["train"][0]), 50256]
     assert contents["plain"][0][-len(expected) - 3 : -3] == expected  # before "shor" and its end
 
-    monkeypatch.setattr(textfiles, "PART_BYTES", 5000)
+    monkeypatch.setattr(textfiles, "PART_BYTES", 9000)
     monkeypatch.setattr(textfiles, "READ_BYTES", 700)
+    monkeypatch.setattr(tokenizers_, "PIECE", 6000)
     monkeypatch.setattr(hub, "BUFFER_TOKENS", 100)
-    assert len(textfiles.plan(paths)) > 15
+    assert len(plan()) > 15
+    assert sum(part.path.name == "d.txt" for parts in plan() for part in parts) > 10
     prepare("processes", num_proc=2)
     prepare("char-parts", "char")
     assert contents["char-parts"] == contents["char"]
@@ -333,17 +344,17 @@ def test_own_files_in_parts_processes_and_after_interruptions_are_the_same(
 
     calls, write = [], hub.write_text_shard
 
-    def interrupted(job):
+    def interrupted(shard, job):
         calls.append(job[1])
         if len(calls) == 4:
             raise KeyboardInterrupt
-        write(job)
+        write(shard, job)
 
     monkeypatch.setattr(hub, "write_text_shard", interrupted)
     with pytest.raises(KeyboardInterrupt):
         prepare("restarted")
     prepare("restarted")
-    assert calls[3:5] == [3, 3] and len(calls) == 1 + len(textfiles.plan(paths))
+    assert calls[3:5] == [3, 3] and len(calls) == 1 + len(plan())
     assert contents["plain"] == contents["parts"] == contents["processes"] == contents["restarted"]
 
 
@@ -466,25 +477,25 @@ def test_processes_streaming_and_interruptions_change_nothing(
     prepare("processes", num_proc=2)
     prepare("streaming", streaming=True)
 
-    calls, write_tokens = [], hub.write_tokens
+    calls, write = [], hub.write_shard
 
-    def interrupted(path, tokenizer, documents):
-        calls.append(path.name)
-        if len(calls) == 4:  # in the second shard, between its two files
+    def interrupted(shard, job):
+        calls.append(job[2])
+        write(shard, job)
+        if len(calls) == 2:  # before the second shard's record is there
             raise KeyboardInterrupt
-        return write_tokens(path, tokenizer, documents)
 
-    monkeypatch.setattr(hub, "write_tokens", interrupted)
+    monkeypatch.setattr(hub, "write_shard", interrupted)
     with pytest.raises(KeyboardInterrupt):
         prepare("restarted")
-    first = tmp_path / "restarted" / ".shards" / "00000.train.bin"
+    first = tmp_path / "restarted" / ".shards" / "00000.json"
     written = first.stat().st_mtime_ns
     with pytest.raises(ValueError, match="holds parts made with other tokenizer, val_fraction"):
         hub.prepare_from_hub(tmp_path / "restarted", CharTokenizer("ab"), str(repository))
     assert first.stat().st_mtime_ns == written
     (first.parent / "source.json").write_text("{")  # a full disk cut it short
     prepare("restarted")
-    assert len(calls) == 4 + 4  # the first shard was not done again
+    assert calls == [0, 1, 1, 2]  # the first shard was not done again
     assert all(content == contents["plain"] for content in contents.values())
 
 
@@ -508,7 +519,9 @@ def test_a_document_of_the_hub_that_is_no_text_is_left_out_and_named(tmp_path, r
 @pytest.mark.parametrize("num_proc", [1, 2])
 def test_the_first_tokens_of_a_corpus_can_be_taken(tmp_path, repository, monkeypatch, num_proc):
     read_shards, write = [], hub.write_shard
-    monkeypatch.setattr(hub, "write_shard", lambda job: (read_shards.append(job[2]), write(job)))
+    monkeypatch.setattr(
+        hub, "write_shard", lambda shard, job: (read_shards.append(job[2]), write(shard, job))
+    )
 
     def prepare(out, **settings):
         hub.prepare_from_hub(tmp_path / out, ByteTokenizer(), str(repository), val_fraction=0.1,

@@ -110,7 +110,7 @@ def test_metrics_have_the_documented_keys_in_full_precision(run, sums, tmp_path)
         "iter", "loss", "lr", "grad_norm", "ms", "tokens_per_s", "mfu", "memory_gib",
     ]  # fmt: skip
     assert [e["iter"] for e in steps(tmp_path)] == [0, 1, 2]
-    assert list(evaluations(tmp_path)[0]) == ["iter", "train_loss", "val_loss"]
+    assert list(evaluations(tmp_path)[0]) == ["iter", "train_loss", "val_loss", "val_bpb"]
     assert [e["iter"] for e in evaluations(tmp_path)] == [0, 3]
     assert entry["mfu"] is None and entry["memory_gib"] is None  # not known for a CPU
     assert entry["loss"] != round(entry["loss"], 6)

@@ -1,0 +1,748 @@
+"""Texts, tokenizers, samples and exports as users have them (F61 to F69)."""
+
+import gzip
+import json
+import math
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+import torch
+from conftest import ROOT, TINY
+
+import convert
+from steady import checkpoint, textfiles
+from steady import tokenizer as tokenizers_
+from steady.dataloader import DataSet, read_meta
+from steady.prepare import prepare_from_files, write_dataset
+from steady.tokenizer import (
+    ByteTokenizer,
+    CharTokenizer,
+    GPT2Tokenizer,
+    HFTokenizer,
+    encode_pieces,
+    encode_prompt,
+    from_meta,
+    load_tokenizer,
+    train_bpe,
+)
+
+transformers = pytest.importorskip("transformers")
+tokenizers = pytest.importorskip("tokenizers")
+
+STORIES = [f"Story {i} begins here. The end of {i}." for i in range(300)]
+
+
+def byte_level(special, begin=None):
+    """A small byte-level BPE; with `begin` its template prepends that token."""
+    made = tokenizers.Tokenizer(tokenizers.models.BPE())
+    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = tokenizers.decoders.ByteLevel()
+    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    made.train_from_iterator(STORIES, tokenizers.trainers.BpeTrainer(
+        vocab_size=320, special_tokens=special, initial_alphabet=alphabet))  # fmt: skip
+    if begin:
+        made.post_processor = tokenizers.processors.TemplateProcessing(
+            single=f"{begin} $A", special_tokens=[(begin, special.index(begin))]
+        )
+    return made
+
+
+def sentencepiece():
+    """As Llama's: a space before each text, spaces as ▁, no words, unknown characters in bytes."""
+    model = tokenizers.models.BPE(byte_fallback=True, unk_token="<unk>", fuse_unk=True)
+    made = tokenizers.Tokenizer(model)
+    made.normalizer = tokenizers.normalizers.Sequence(
+        [tokenizers.normalizers.Prepend("▁"), tokenizers.normalizers.Replace(" ", "▁")]
+    )
+    special = ["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256))]
+    made.train_from_iterator(
+        STORIES, tokenizers.trainers.BpeTrainer(vocab_size=400, special_tokens=special)
+    )
+    made.add_special_tokens(["<s>", "</s>"])
+    made.decoder = tokenizers.decoders.Sequence([
+        tokenizers.decoders.Replace("▁", " "), tokenizers.decoders.ByteFallback(),
+        tokenizers.decoders.Fuse(), tokenizers.decoders.Strip(" ", 1, 0)])  # fmt: skip
+    made.post_processor = tokenizers.processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", 1)]
+    )
+    return made
+
+
+def save_model(folder, tokenizer, kind="Llama", eos=1, generation_eos=None, template=None, **kw):
+    """A pretrained model with random weights as `save_pretrained` writes it."""
+    torch.manual_seed(0)
+    made = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, **kw)
+    made.chat_template = template
+    made.save_pretrained(folder)
+    config = getattr(transformers, f"{kind}Config")(
+        vocab_size=tokenizer.get_vocab_size(), hidden_size=64, intermediate_size=128,
+        num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2, head_dim=32,
+        max_position_embeddings=256, eos_token_id=eos,
+        bos_token_id=None if made.bos_token is None else made.bos_token_id)  # fmt: skip
+    model = getattr(transformers, f"{kind}ForCausalLM")(config)
+    for parameter in model.parameters():
+        if parameter.ndim > 1:
+            torch.nn.init.normal_(parameter, std=0.3)
+    if generation_eos:
+        model.generation_config.eos_token_id = generation_eos
+    model.save_pretrained(folder)
+    return folder
+
+
+def with_bos(folder):
+    tokenizer = byte_level(["<s>", "</s>"], begin="<s>")
+    return save_model(folder, tokenizer, bos_token="<s>", eos_token="</s>")
+
+
+def fallback(folder):
+    return save_model(folder, sentencepiece(), eos=2, bos_token="<s>", eos_token="</s>",
+                      unk_token="<unk>")  # fmt: skip
+
+
+def qwen(folder):
+    tokenizer = byte_level(["<|endoftext|>", "<|im_end|>"])
+    return save_model(folder, tokenizer, "Qwen3", 0, eos_token="<|endoftext|>")
+
+
+def read(folder, split):
+    return np.fromfile(folder / f"{split}.bin", dtype=read_meta(folder)["dtype"]).tolist()
+
+
+def rows_file(path, texts):
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    return path
+
+
+def greedy(folder, prompt, n=12):
+    """Greedy text by transformers, as its users call it."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    model.generation_config.max_length = None
+    inputs = tokenizer(prompt, return_tensors="pt")
+    ids = model.generate(**inputs, max_new_tokens=n, do_sample=False)[0].tolist()
+    return inputs["input_ids"][0].tolist(), ids[inputs["input_ids"].shape[1] :]
+
+
+@pytest.mark.parametrize("make", [with_bos, fallback, qwen])
+def test_f61_f66_data_prompts_and_exports_do_as_the_model_was_trained(
+    run, tmp_path, make, monkeypatch
+):
+    """Prepare, finetune (at a rate of almost nothing), sample, export, transformers: greedy text
+    is equal before and after."""
+    folder = make(tmp_path / "model")
+    prompt = "Story 7 begins"
+    rows_file(tmp_path / "a.jsonl", STORIES)
+    prepare_from_files(tmp_path / "data", f"hf:{folder}", [tmp_path / "a.jsonl"])
+    theirs = transformers.AutoTokenizer.from_pretrained(folder)
+    meta = read_meta(tmp_path / "data")
+    end = meta["end_of_text"]
+    assert read(tmp_path / "data", "train")[: len(theirs(STORIES[0]).input_ids) + 1] == [
+        *theirs(STORIES[0]).input_ids, end]  # fmt: skip
+    run("train.py", f"--init_from={folder}", f"--dataset={tmp_path / 'data'}",
+        f"--out_dir={tmp_path / 'out'}", "--block_size=16", "--batch_size=2", "--max_iters=2",
+        "--eval_iters=1", "--eval_interval=2", "--gradient_accumulation_steps=1",
+        "--learning_rate=1e-9", "--min_lr=1e-10", "--device=cpu", "--compile=False",
+        "--dtype=float32")  # fmt: skip
+    run("convert.py", f"--out_dir={tmp_path / 'out'}", f"--to={tmp_path / 'export'}")
+    before, after = greedy(folder, prompt), greedy(tmp_path / "export", prompt)
+    assert before == after
+    shown = run("sample.py", f"--out_dir={tmp_path / 'out'}", f"--start={prompt}", "--top_k=0",
+                "--num_samples=1", "--temperature=0", "--max_new_tokens=12", "--device=cpu",
+                "--dtype=float32")  # fmt: skip
+    ids = [id for id in before[1]]
+    ids = ids[: ids.index(end)] if end in ids else ids
+    ours = from_meta(meta)
+    expected = prompt + ours.decode(before[0] + ids)[len(ours.decode(before[0])) :]
+    assert shown.rstrip("\n") == expected.rstrip("\n")
+    config = json.loads((tmp_path / "export" / "config.json").read_text())
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "export")
+    assert config["eos_token_id"] == tokenizer.eos_token_id == end
+    if meta["begin_of_text"] is not None:
+        assert config["bos_token_id"] == tokenizer.bos_token_id == meta["begin_of_text"]
+        assert tokenizer("").input_ids == [meta["begin_of_text"]]
+    assert config["max_position_embeddings"] == 256  # not the finetune's 16
+    saved = checkpoint.load(tmp_path / "out" / "ckpt.pt")
+    assert saved["tokenizer"].get("begin_of_text") == meta["begin_of_text"]
+
+
+def test_f61_add_bos_token_in_tokenizer_config_wins(tmp_path):
+    folder = with_bos(tmp_path / "model")
+    path = folder / "tokenizer_config.json"
+    settings = json.loads(path.read_text())
+    assert load_tokenizer(f"hf:{folder}").begin_of_text == 0
+    path.write_text(json.dumps(settings | {"add_bos_token": False}))
+    assert load_tokenizer(f"hf:{folder}").begin_of_text is None
+
+
+def test_f61_a_data_set_made_without_the_token_is_no_data_for_such_a_model(tmp_path):
+    folder = with_bos(tmp_path / "model")
+    tokenizer = from_meta(load_tokenizer(f"hf:{folder}").meta() | {"begin_of_text": None})
+    write_dataset(tmp_path / "data", tokenizer, {"train": STORIES, "val": STORIES[:9]})
+    with pytest.raises(ValueError, match="was not made with .*'s tokenizer: make one with"):
+        convert.start_from(str(folder), DataSet(str(tmp_path / "data")), 16, 0.0)
+
+
+def test_f61_an_export_without_the_token_does_not_prepend_it(tmp_path):
+    folder = with_bos(tmp_path / "model")
+    meta = load_tokenizer(f"hf:{folder}").meta() | {"begin_of_text": None}
+    tokenizers_.write_hf_tokenizer(meta, tmp_path)
+    assert transformers.AutoTokenizer.from_pretrained(tmp_path)("a").input_ids == [
+        load_tokenizer(f"hf:{folder}").encode("a")[0]
+    ]
+
+
+def test_f62_end_of_text_is_found_where_tokenizers_keep_it(tmp_path, capsys):
+    tokenizer = byte_level(["<|endoftext|>", "<|im_end|>"])
+    transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token="<|endoftext|>"
+    ).save_pretrained(tmp_path)
+    assert load_tokenizer(f"hf:{tmp_path}").end_of_text == 0  # tokenizer_config.json
+    settings = (tmp_path / "tokenizer_config.json").read_text()
+    (tmp_path / "tokenizer_config.json").unlink()
+    assert capsys.readouterr().out == ""
+    assert load_tokenizer(f"hf:{tmp_path}").end_of_text is None
+    shown = capsys.readouterr().out
+    assert "names an end-of-text token: documents will not be separated, and samples" in shown
+    special = {"eos_token": {"content": "<|im_end|>", "lstrip": False}}
+    (tmp_path / "special_tokens_map.json").write_text(json.dumps(special))
+    assert load_tokenizer(f"hf:{tmp_path}").end_of_text == 1
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [0, 1]}')
+    assert load_tokenizer(f"hf:{tmp_path}").stop_tokens == [0, 1]
+    (tmp_path / "config.json").write_text('{"eos_token_id": null}')
+    (tmp_path / "tokenizer_config.json").write_text(settings)
+    assert load_tokenizer(f"hf:{tmp_path}").end_of_text == 0
+
+
+@pytest.mark.parametrize("kind", ["char", "byte"])
+def test_f62_rows_of_characters_and_bytes_are_separated(tmp_path, kind):
+    rows_file(tmp_path / "a.jsonl", ["ab", "cd"] * 20)
+    prepare_from_files(tmp_path / "out", kind, [tmp_path / "a.jsonl"])
+    meta = read_meta(tmp_path / "out")
+    tokenizer = from_meta(meta)
+    assert meta["vocab_size"] == (5 if kind == "char" else 257)
+    assert read(tmp_path / "out", "train")[:6] == [
+        *tokenizer.encode("ab"), tokenizer.end_of_text, *tokenizer.encode("cd"),
+        tokenizer.end_of_text]  # fmt: skip
+    assert tokenizer.decode(read(tmp_path / "out", "train")).startswith("abcdab")
+    (tmp_path / "a.txt").write_text("abcd" * 20)  # one text needs no separator, as in nanoGPT
+    prepare_from_files(tmp_path / "one", "char", [tmp_path / "a.txt"])
+    assert read_meta(tmp_path / "one")["vocab_size"] == 4
+
+
+def test_f62_characters_with_an_end_are_exported_too(tmp_path):
+    meta = CharTokenizer("abc", ends=True).meta()
+    tokenizers_.write_hf_tokenizer(meta, tmp_path)
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    assert theirs("cab").input_ids == [2, 0, 1] and theirs.eos_token_id == 3
+
+
+BAD = b'{"text": "x \xed\xa0\xbd\xed\xb8\x80"}\n'  # bytes of two surrogates
+
+
+@pytest.mark.parametrize("num_proc", [1, 2])
+def test_f63_a_row_that_the_tokenizer_fails_on_is_named_and_left_out_if_asked(
+    tmp_path, monkeypatch, capsys, gpt2_files, num_proc
+):
+    class Panic(BaseException):
+        """As a panic in Rust: no Exception."""
+
+    def encode(self, text):
+        if "poison" in text:
+            raise Panic("stack overflow")
+        return list(text.encode())
+
+    monkeypatch.setattr(GPT2Tokenizer, "encode", encode)
+    monkeypatch.setattr(textfiles, "PART_BYTES", 300)
+    rows = [f"text {i}" for i in range(60)]
+    path = rows_file(tmp_path / "a.jsonl", rows[:30] + ["poison"] + rows[30:])
+    with pytest.raises(ValueError, match=r"a.jsonl, line 31: the tokenizer failed \(Panic: stack"):
+        prepare_from_files(tmp_path / "out", "gpt2", [path], num_proc=num_proc)
+    prepare_from_files(tmp_path / "out", "gpt2", [path], num_proc=num_proc, skip_bad_rows=True)
+    assert "1 rows without text were left out" in capsys.readouterr().out
+    ids = read(tmp_path / "out", "train") + read(tmp_path / "out", "val")
+    assert ids.count(50256) == 60
+
+
+def test_f63_bytes_of_surrogates_are_a_bad_row(run, tmp_path):
+    rows = b'{"text": "first"}\n' * 20
+    (tmp_path / "a.jsonl").write_bytes(rows + BAD + rows)
+    arguments = f"--input={tmp_path / 'a.jsonl'}", "--tokenizer=byte", f"--out={tmp_path / 'out'}"
+    with pytest.raises(ValueError, match=r"a.jsonl, line 21: no JSON \('utf-8'"):
+        run("data/text/prepare.py", *arguments)
+    assert "1 rows" in run("data/text/prepare.py", *arguments, "--skip_bad_rows=True")
+
+
+def test_f63_a_bad_row_of_parquet_is_no_bad_file(run, tmp_path):
+    import pyarrow
+    import pyarrow.parquet
+
+    values = [b"first"] * 20 + [b"\xff\xfe"] + [b"last"] * 20
+    table = pyarrow.table({"text": pyarrow.array(values, pyarrow.binary())})
+    table = table.set_column(0, "text", table["text"].combine_chunks().view(pyarrow.string()))
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+    arguments = f"--input={tmp_path / 'a.parquet'}", "--tokenizer=byte", f"--out={tmp_path / 'o'}"
+    with pytest.raises(ValueError, match=r"a.parquet, row 21: no UTF-8"):
+        run("data/text/prepare.py", *arguments)
+    run("data/text/prepare.py", *arguments, "--skip_bad_rows=True")
+    assert (read(tmp_path / "o", "train") + read(tmp_path / "o", "val")).count(256) == 40
+
+
+@pytest.mark.parametrize("run_of", [" ", "\n ", "word ", "a"])
+def test_f63_long_rows_are_tokenized_in_pieces_as_in_one(gpt2_files, run_of, monkeypatch):
+    """A million spaces make tiktoken panic (tiktoken#15); this is the same with smaller pieces."""
+    text = "a" + "x y " * 9000 + run_of * 100_000 + "b c." * 9000
+    tokenizer = GPT2Tokenizer()
+    expected = tokenizer.encoding.encode_ordinary(text)
+    monkeypatch.setattr(tokenizers_, "PIECE", 5000)
+    pieces = [list(ids) for ids in encode_pieces(tokenizer, [text])]
+    assert sum(pieces, []) == expected and len(pieces) > 5
+
+
+def test_f63_a_million_spaces(gpt2_files, tmp_path):
+    path = rows_file(tmp_path / "a.jsonl", ["first", "a" + " " * 1_200_000 + "b", *["third"] * 20])
+    prepare_from_files(tmp_path / "out", "gpt2", [path])
+    ids = read(tmp_path / "out", "train") + read(tmp_path / "out", "val")
+    assert ids.count(50256) == 22 and ids.count(220) == 1_199_999
+
+
+def byte_runs():
+    rng = random.Random(0)
+    text = "naïve 你好 🙂 e\u0301 \U0001f468\u200d\U0001f469"
+    return [text, "🙂" * 9, "".join(chr(rng.randrange(0x80, 0x3000)) for _ in range(40))]
+
+
+@pytest.mark.parametrize("name", ["byte", "gpt2", "byte-level", "fallback"])
+def test_f64_a_text_that_ends_within_a_character_loses_only_that(name, gpt2_files):
+    tokenizer = {
+        "byte": ByteTokenizer, "gpt2": GPT2Tokenizer,
+        "byte-level": lambda: HFTokenizer(byte_level(["</s>"]).to_str()),
+        "fallback": lambda: HFTokenizer(sentencepiece().to_str()),
+    }[name]()  # fmt: skip
+    for text in byte_runs():
+        ids = tokenizer.encode(text)
+        assert tokenizer.decode(ids) == text
+        for n in range(1, len(ids)):
+            shown = tokenizer.decode(ids[:n])
+            whole = shown.rstrip("\ufffd")
+            assert text.startswith(whole), (n, shown)
+            if shown != whole:  # what is there of one character, and no more
+                missing = len(text[: len(whole) + 1].encode()) - len(whole.encode())
+                assert len(shown) - len(whole) <= missing
+            # nothing but the unfinished character is missing
+            rest = tokenizer.decode(ids[:n] + ids[n:])
+            assert rest == text
+
+
+CONTROL = "Price: <s>1 dollars</s> now 0. <|endoftext|> is a word here."
+
+
+@pytest.mark.parametrize("make", [with_bos, fallback, qwen])
+def test_f65_text_is_text_unless_asked(tmp_path, make):
+    folder = make(tmp_path / "model")
+    tokenizer = load_tokenizer(f"hf:{folder}")
+    ids = tokenizer.encode(CONTROL)
+    special = set(tokenizer.stop_tokens) | {tokenizer.begin_of_text}
+    assert not special & set(ids)
+    assert tokenizer.decode(ids) == CONTROL
+    chat = load_tokenizer(f"hf:{folder}", special_tokens=True)
+    assert special & set(chat.encode(CONTROL)) and from_meta(chat.meta()).special_tokens
+
+
+def test_f65_the_switch_is_recorded_and_no_token_is_doubled(run, tmp_path, gpt2_files):
+    rows_file(tmp_path / "a.jsonl", ["one<|endoftext|>", "two"] * 20)
+    arguments = f"--input={tmp_path / 'a.jsonl'}", f"--out={tmp_path / 'out'}"
+    run("data/text/prepare.py", *arguments)
+    assert read(tmp_path / "out", "train").count(50256) == 36
+    assert "special_tokens" not in read_meta(tmp_path / "out")
+    run("data/text/prepare.py", *arguments, "--special_tokens=True")
+    assert read(tmp_path / "out", "train")[:4] == [505, 50256, 11545, 50256]
+    assert read_meta(tmp_path / "out")["special_tokens"] is True
+    with pytest.raises(ValueError, match="special_tokens=True is not for bytes"):
+        run("data/text/prepare.py", *arguments, "--tokenizer=byte", "--special_tokens=True")
+
+
+def test_f65_in_a_prompt_the_end_of_text_is_the_token(tmp_path, gpt2_files):
+    gpt2, byte = GPT2Tokenizer(), ByteTokenizer()
+    assert encode_prompt(gpt2, "<|endoftext|>") == encode_prompt(gpt2, "") == [50256]
+    assert encode_prompt(gpt2, "one<|endoftext|>two") == [505, 50256, 11545]
+    assert encode_prompt(byte, "<|endoftext|>a") == [256, 97]
+    bos = load_tokenizer(f"hf:{with_bos(tmp_path / 'model')}")
+    assert encode_prompt(bos, "") == [0] and encode_prompt(bos, "</s>") == [0, 1]
+    with pytest.raises(ValueError, match="--start is empty"):
+        encode_prompt(CharTokenizer("ab"), "")
+
+
+@pytest.fixture(scope="module")
+def template_model(tmp_path_factory):
+    tokenizer = byte_level(["<unk>", "</s>", "<|im_end|>"])
+    return save_model(
+        tmp_path_factory.mktemp("template"), tokenizer, generation_eos=[1, 2], unk_token="<unk>",
+        eos_token="</s>", additional_special_tokens=["<|im_end|>"],
+        template="{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}<|im_end|>\n"
+        "{% endfor %}")  # fmt: skip
+
+
+def test_f66_exports_keep_what_the_pretrained_model_came_with(tmp_path, template_model):
+    pretrained = convert.read_pretrained(str(template_model))
+    saved = {
+        "model": pretrained.weights, "model_config": pretrained.model_config | {"block_size": 16},
+        "tokenizer": pretrained.tokenizer, "pretrained": pretrained.came_with,
+    }  # fmt: skip
+    convert.write_pretrained(saved, tmp_path, torch.float32)
+    theirs = transformers.AutoTokenizer.from_pretrained(template_model)
+    ours = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    messages = [{"role": "user", "content": "hi"}]
+    assert ours.apply_chat_template(messages, tokenize=False) == "user: hi<|im_end|>\n"
+    assert ours.unk_token == theirs.unk_token == "<unk>"
+    assert set(theirs.all_special_tokens) <= set(ours.all_special_tokens)
+    generation = json.loads((tmp_path / "generation_config.json").read_text())
+    assert generation["eos_token_id"] == [1, 2]
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["max_position_embeddings"] == 256
+    assert set(ours("a")) == {"input_ids", "attention_mask"}  # token_type_ids: generate refuses
+    settings = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    assert "extra_special_tokens" not in settings  # a list, which transformers 4 refuses
+    assert settings["tokenizer_class"] == "PreTrainedTokenizerFast"  # which transformers 4 has
+    assert ours.decode(ours("a<|im_end|>").input_ids, skip_special_tokens=True) == "a"
+
+
+TEXTS = [f"text {i}, with a comma" for i in range(20)]
+
+
+def json_rows():
+    return "".join(json.dumps({"text": text}) + "\n" for text in TEXTS)
+
+
+def zst(content):
+    import pyarrow
+
+    return pyarrow.compress(content, codec="zstd", asbytes=True)
+
+
+def csv_rows(separator):
+    quoted = (f'{i}{separator}"{text}\nsecond ""line"""\n' for i, text in enumerate(TEXTS))
+    return f"id{separator}text\n" + "".join(quoted)
+
+
+FILES = {
+    "a.jsonl": json_rows, "a.ndjson": json_rows, "a.json": json_rows,
+    "a.JSON.GZ": lambda: gzip.compress(json_rows().encode()),
+    "a.ndjson.zst": lambda: zst(json_rows().encode()),
+    "list.json": lambda: json.dumps([{"text": t} for t in TEXTS], indent=2),
+    "list.json.gz": lambda: gzip.compress(json.dumps([{"text": t} for t in TEXTS]).encode()),
+    "a.csv": lambda: csv_rows(","), "a.tsv": lambda: csv_rows("\t"),
+    "a.csv.gz": lambda: gzip.compress(csv_rows(",").encode()),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_f67_rows_are_rows_under_all_their_names(run, tmp_path, name, monkeypatch):
+    monkeypatch.setattr(textfiles, "READ_BYTES", 100)
+    content = FILES[name]()
+    (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+    run("data/text/prepare.py", f"--input={tmp_path / name}", "--tokenizer=byte",
+        f"--out={tmp_path / 'out'}")  # fmt: skip
+    ids = read(tmp_path / "out", "train") + read(tmp_path / "out", "val")
+    texts = bytes(10 if i == 256 else i for i in ids).decode().splitlines()
+    more = ['second "line"'] * 20 if "sv" in name else []
+    assert sorted(texts) == sorted(TEXTS + more) and ids.count(256) == 20
+
+
+def test_f67_a_text_packed_as_zst(run, tmp_path):
+    (tmp_path / "a.txt.zst").write_bytes(zst("ä text\n".encode() * 50))
+    run("data/text/prepare.py", f"--input={tmp_path / 'a.txt.zst'}", "--tokenizer=char",
+        f"--out={tmp_path / 'out'}")  # fmt: skip
+    tokenizer = from_meta(read_meta(tmp_path / "out"))
+    ids = read(tmp_path / "out", "train") + read(tmp_path / "out", "val")
+    assert tokenizer.decode(ids) == "ä text\n" * 50
+
+
+def tar_gz():
+    import io
+    import tarfile
+
+    packed = io.BytesIO()
+    with tarfile.open(fileobj=packed, mode="w:gz") as box:
+        info = tarfile.TarInfo("a.txt")
+        info.size = 10
+        box.addfile(info, io.BytesIO(b"some text."))
+    return packed.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("box.tar.gz", tar_gz, "is no text: it holds NUL characters.*unpack archives"),
+        ("a.zip", lambda: b"PK\x03\x04" + b"\0" * 99, "is no text: it holds NUL"),
+        ("utf16.txt", lambda: "text".encode("utf-16"), "is no text: it holds NUL.*iconv"),
+        ("latin1.txt", lambda: "tëxt".encode("latin-1"), "bytes that are no UTF-8.*iconv"),
+        ("late.txt", lambda: b"text " * 20_000 + b"\0" * 9 + b"text", "cannot read.*NUL"),
+        ("rows.jsonl.bak", lambda: b'{"text": "a"}\n' * 9, "holds rows of JSON: name it .jsonl"),
+        ("a.csv", lambda: b"id,body\n1,x\n", "rows without 'text', only id, body: pass --column"),
+        ("list.json", lambda: b'[{"text": "a"}, {"tex', "cannot read.*no list of JSON"),
+    ],
+)
+def test_f67_what_is_no_text_is_refused_by_name(run, tmp_path, name, content, message):
+    (tmp_path / name).write_bytes(content())
+    with pytest.raises(ValueError, match=message) as error:
+        run("data/text/prepare.py", f"--input={tmp_path / name}", "--tokenizer=byte",
+            f"--out={tmp_path / 'out'}")  # fmt: skip
+    assert name in str(error.value)
+
+
+def test_f68_a_token_beyond_the_vocabulary_has_a_remedy_that_works(tmp_path, run):
+    ids = np.arange(60_000, dtype=np.uint16)
+    for split in ("train", "val"):
+        ids.tofile(tmp_path / f"{split}.bin")
+    arguments = [*TINY, f"--dataset={tmp_path}", f"--out_dir={tmp_path / 'out'}", "--max_iters=1"]
+    with pytest.raises(ValueError, match=r"holds token id 59999.*--vocab_size=60032") as error:
+        run("train.py", *arguments)
+    remedy = str(error.value).rsplit(" ", 1)[1]
+    run("train.py", *arguments, remedy)
+    # where meta.json says what the vocabulary is, another --vocab_size would not help
+    write_dataset(tmp_path / "b", ByteTokenizer(), {"train": ["abc" * 99], "val": ["abc" * 99]})
+    meta = json.loads((tmp_path / "b" / "meta.json").read_text()) | {"vocab_size": 98}
+    (tmp_path / "b" / "meta.json").write_text(json.dumps(meta))
+    with pytest.raises(ValueError, match=r"vocabulary in its meta.json has 98: prepare it again"):
+        run("train.py", *arguments[:-3], f"--dataset={tmp_path / 'b'}", *arguments[-2:])
+
+
+def test_f68_hf_may_name_the_file_itself(tmp_path):
+    byte_level(["</s>"]).save(str(tmp_path / "tokenizer.json"))
+    assert load_tokenizer(f"hf:{tmp_path / 'tokenizer.json'}").vocab_size == 320
+
+
+def test_f68_other_kinds_of_tokenizers_and_weights_say_how_to_convert(tmp_path):
+    (tmp_path / "tokenizer.model").write_bytes(b"sentencepiece")
+    with pytest.raises(ValueError, match=r"no tokenizer.json, but another.*save_pretrained"):
+        load_tokenizer(f"hf:{tmp_path}")
+    folder = qwen(tmp_path / "model")
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    with pytest.raises(ValueError, match=r"no \*.safetensors file, but another.*save_pretrained"):
+        convert.read_pretrained(str(folder))
+
+
+def test_f68_a_remedy_for_weights_of_another_kind_works(tmp_path):
+    """What the message says, on a model saved as pytorch_model.bin."""
+    folder = qwen(tmp_path / "model")
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    torch.save(state, folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(ValueError) as error:
+        convert.read_pretrained(str(folder))
+    code = str(error.value).split("python -c '")[1].split("'")[0]
+    code = code.replace("NEW_FOLDER", str(tmp_path / "new"))
+    exec(code, {})
+    weights = convert.read_pretrained(str(tmp_path / "new")).weights
+    assert torch.equal(weights["token_embedding.weight"], state["model.embed_tokens.weight"])
+
+
+def test_f68_a_missing_shard_of_a_model_is_named(tmp_path):
+    model = transformers.AutoModelForCausalLM.from_pretrained(qwen(tmp_path / "model"))
+    model.save_pretrained(tmp_path / "shards", max_shard_size="50KB")
+    gone = sorted((tmp_path / "shards").glob("*.safetensors"))[1]
+    gone.unlink()
+    with pytest.raises(ValueError, match=f"lacks {gone.name}: download the model again"):
+        convert.read_pretrained(str(tmp_path / "shards"))
+
+
+@pytest.mark.parametrize("name", ["gpt2", "byte-level", "fallback", "byte", "char", "bpe"])
+def test_f69_pieces_have_the_ids_of_the_whole(name, gpt2_files, monkeypatch):
+    text = "".join(STORIES) + "".join(byte_runs()) * 20 + "    def f(x):\n\n\n\treturn  x\n" * 300
+    text += "z" * 7000 + " " * 7000 + "".join(STORIES[:99]).replace(" ", "")
+    tokenizer = {
+        "gpt2": GPT2Tokenizer, "byte": ByteTokenizer, "char": lambda: CharTokenizer.train(text),
+        "byte-level": lambda: HFTokenizer(byte_level(["</s>"]).to_str()),
+        "fallback": lambda: HFTokenizer(sentencepiece().to_str()),
+        "bpe": lambda: train_bpe([text], 600),
+    }[name]()  # fmt: skip
+    expected = tokenizer.encode(text)
+    monkeypatch.setattr(tokenizers_, "PIECE", 3000)
+    chunks = [text[i : i + 777] for i in range(0, len(text), 777)]
+    pieces = [list(ids) for ids in encode_pieces(tokenizer, chunks)]
+    assert sum(pieces, []) == expected and len(pieces) > 5
+    assert tokenizer.decode(expected) == text
+
+
+@pytest.mark.parametrize("name", ["byte-level", "fallback"])
+def test_f69_a_text_file_in_shards_has_the_ids_of_the_whole(tmp_path, name, monkeypatch):
+    made = byte_level(["</s>"]) if name == "byte-level" else sentencepiece()
+    made.save(str(tmp_path / "tokenizer.json"))
+    text = "".join(STORIES * 12)
+    (tmp_path / "a.txt").write_text(text)
+    monkeypatch.setattr(textfiles, "PART_BYTES", 30_000)
+    prepare_from_files(tmp_path / "out", f"hf:{tmp_path}", [tmp_path / "a.txt"], num_proc=2)
+    tokenizer = load_tokenizer(f"hf:{tmp_path}")
+    assert len(textfiles.plan([tmp_path / "a.txt"], 0.1, tokenizer.seam)) > 4
+    cut = int(len(text) * 0.9)
+    begin = [] if tokenizer.begin_of_text is None else [tokenizer.begin_of_text]
+    assert read(tmp_path / "out", "train") == begin + tokenizer.encode(text[:cut])
+    assert read(tmp_path / "out", "val") == begin + tokenizer.encode(text[cut:])
+
+
+def test_ones_own_bpe_is_trained_kept_and_exported(run, tmp_path):
+    rows_file(tmp_path / "a.jsonl", STORIES)
+    shown = run("data/text/prepare.py", f"--input={tmp_path / 'a.jsonl'}", "--tokenizer=bpe:300",
+                f"--out={tmp_path / 'data'}")  # fmt: skip
+    assert "vocabulary 300; to train on it: python train.py --dataset=" in shown
+    meta = read_meta(tmp_path / "data")
+    tokenizer = from_meta(meta)
+    assert (meta["vocab_size"], tokenizer.end_of_text) == (300, 0)
+    kept = load_tokenizer(f"hf:{tmp_path / 'data'}")  # for other texts
+    assert kept.encode(STORIES[3]) == tokenizer.encode(STORIES[3])
+    assert kept.end_of_text == 0 and len(kept.encode(STORIES[3])) < len(STORIES[3]) / 2
+    run("train.py", *TINY, f"--dataset={tmp_path / 'data'}", f"--out_dir={tmp_path / 'out'}",
+        "--max_iters=1")  # fmt: skip
+    run("convert.py", f"--out_dir={tmp_path / 'out'}", f"--to={tmp_path / 'to'}")
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "to")
+    assert theirs(STORIES[3]).input_ids == kept.encode(STORIES[3]) and theirs.eos_token_id == 0
+    with pytest.raises(ValueError, match="write the vocabulary's size, as in bpe:8192"):
+        run("data/text/prepare.py", f"--input={tmp_path / 'a.jsonl'}", "--tokenizer=bpe:many",
+            f"--out={tmp_path / 'data'}")  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["byte", "char", "bpe:300"])
+def test_bits_per_byte_are_those_of_an_independent_computation(run, tmp_path, kind):
+    texts = [f"{story} — ü" for story in STORIES]
+    rows_file(tmp_path / "a.jsonl", texts)
+    prepare_from_files(tmp_path / "data", kind, [tmp_path / "a.jsonl"])
+    shown = run("train.py", *TINY, f"--dataset={tmp_path / 'data'}", "--eval_interval=1",
+                f"--out_dir={tmp_path / 'out'}", "--max_iters=1", "--eval_iters=8")  # fmt: skip
+    entries = [json.loads(e) for e in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
+    entry = [e for e in entries if "val_bpb" in e][-1]
+    assert f"val bpb {entry['val_bpb']:.4f}" in shown
+    ids = read(tmp_path / "data", "val")
+    held_out = from_meta(read_meta(tmp_path / "data")).decode(ids).replace("<|endoftext|>", "")
+    # of all tokens' nats: as many bits as an ideal compressor would need, over the text's bytes
+    bits = entry["val_loss"] * len(ids) / math.log(2)
+    assert entry["val_bpb"] == pytest.approx(bits / len(held_out.encode()))
+    assert read_meta(tmp_path / "data")["bytes"]["val"] == len(held_out.encode())
+    assert sum(read_meta(tmp_path / "data")["bytes"].values()) == len("".join(texts).encode())
+
+
+@pytest.mark.parametrize("tokenizer", ["byte", "char", "gpt2"])
+def test_line_ends_stay_as_they_are(tmp_path, tokenizer, gpt2_files):
+    text = "one\r\ntwo\rthree\n" * 40
+    (tmp_path / "a.txt").write_bytes(text.encode())
+    prepare_from_files(tmp_path / "out", tokenizer, [tmp_path / "a.txt"])
+    ids = read(tmp_path / "out", "train") + read(tmp_path / "out", "val")
+    shown = from_meta(read_meta(tmp_path / "out")).decode(ids)
+    assert shown.replace("<|endoftext|>", "") == text
+
+
+# ---- F80: killed preparations -----------------------------------------------------------------
+
+SLOW = """
+import time
+from steady.prepare import TokenWriter
+add = TokenWriter.add
+def slow(self, text):
+    time.sleep(0.002)
+    add(self, text)
+TokenWriter.add = slow
+from steady import textfiles
+textfiles.PART_BYTES, textfiles.READ_BYTES = 4000, 1000
+"""
+
+
+def start_preparation(folder, path):
+    """A preparation in two processes that takes seconds, in a session of its own."""
+    code = SLOW + (
+        "import sys, runpy\nsys.argv = ['prepare.py', *sys.argv[1:]]\n"
+        "runpy.run_path('data/text/prepare.py', run_name='__main__')"
+    )
+    command = [sys.executable, "-c", code, f"--input={path}", f"--out={folder}",
+               "--tokenizer=byte", "--num_proc=2"]  # fmt: skip
+    return subprocess.Popen(command, cwd=ROOT, start_new_session=True,
+                            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)  # fmt: skip
+
+
+def in_session(leader):
+    """Processes of a session that are still running."""
+    found = subprocess.run(["ps", "-o", "pid=,stat=", "-s", str(leader)], capture_output=True,
+                           text=True).stdout.split("\n")  # fmt: skip
+    return [line for line in found if line.split() and "Z" not in line.split()[1]]
+
+
+@pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGTERM, signal.SIGHUP])
+def test_f80_workers_end_with_the_preparation_that_was_killed(tmp_path, sent, monkeypatch):
+    monkeypatch.setattr(textfiles, "PART_BYTES", 4000)
+    monkeypatch.setattr(textfiles, "READ_BYTES", 1000)
+    path = rows_file(tmp_path / "a.jsonl", [f"text {i} " * 9 for i in range(1500)])
+    prepare_from_files(tmp_path / "expected", "byte", [path])
+    process = start_preparation(tmp_path / "out", path)
+    shards = tmp_path / "out" / ".shards"
+    until = time.monotonic() + 60
+    while len(list(shards.glob("0*.json"))) < 3 and time.monotonic() < until:
+        assert process.poll() is None
+        time.sleep(0.01)
+    os.kill(process.pid, sent)  # the parent alone
+    process.wait(timeout=30)
+    until = time.monotonic() + 10
+    while in_session(process.pid) and time.monotonic() < until:
+        time.sleep(0.05)
+    assert not in_session(process.pid)
+    done = len(list(shards.glob("0*.json")))
+    prepare_from_files(tmp_path / "out", "byte", [path])
+    assert 3 <= done
+    for name in ("train.bin", "val.bin", "meta.json"):
+        assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "expected" / name).read_bytes()
+    assert {p.name for p in (tmp_path / "out").iterdir()} == {"train.bin", "val.bin", "meta.json"}
+
+
+def test_f80_a_shard_counts_only_if_it_is_as_long_as_its_record_says(tmp_path, monkeypatch):
+    path = rows_file(tmp_path / "a.jsonl", [f"text {i}" for i in range(300)])
+    monkeypatch.setattr(textfiles, "PART_BYTES", 1000)
+    monkeypatch.setattr(textfiles, "READ_BYTES", 200)
+    prepare_from_files(tmp_path / "expected", "byte", [path])
+    from steady import prepare
+
+    write = prepare.write_text_shard
+
+    def interrupted(shard, job):
+        if job[1] == 4:
+            raise KeyboardInterrupt
+        write(shard, job)
+
+    monkeypatch.setattr(prepare, "write_text_shard", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        prepare_from_files(tmp_path / "out", "byte", [path])
+    monkeypatch.setattr(prepare, "write_text_shard", write)
+    shards = sorted((tmp_path / "out" / ".shards").glob("*.train.bin"))
+    assert len(shards) == 4
+    shards[1].write_bytes(shards[1].read_bytes()[:-2])  # cut short
+    shards[2].unlink()
+    content = bytearray(shards[3].read_bytes())
+    content[4:8] = bytes(4)  # as long as it should be, but not on disk when the power went
+    shards[3].write_bytes(content)
+    with pytest.raises(ValueError, match="is damaged: delete .*00003.json, and try again"):
+        prepare_from_files(tmp_path / "out", "byte", [path])
+    (tmp_path / "out" / ".shards" / "00003.json").unlink(missing_ok=True)
+    prepare_from_files(tmp_path / "out", "byte", [path])
+    for name in ("train.bin", "val.bin", "meta.json"):
+        assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "expected" / name).read_bytes()
+
+
+def test_f80_meta_json_has_the_files_checksums(tmp_path):
+    write_dataset(tmp_path, ByteTokenizer(), {"train": ["abc" * 99], "val": ["abc" * 99]})
+    DataSet(str(tmp_path)).verify()
+    content = bytearray((tmp_path / "train.bin").read_bytes())
+    content[20] ^= 1
+    (tmp_path / "train.bin").write_bytes(content)
+    with pytest.raises(ValueError, match="train.bin does not have the checksum in its meta.json"):
+        DataSet(str(tmp_path)).verify()
+
+
+def test_f83_a_meta_json_of_something_else_is_not_replaced(tmp_path):
+    (tmp_path / "meta.json").write_text('{"mine": 1}')
+    with pytest.raises(ValueError, match="meta.json is there and belongs to no data set"):
+        write_dataset(tmp_path, ByteTokenizer(), {"train": ["abc"], "val": ["abc"]})
+    assert (tmp_path / "meta.json").read_text() == '{"mine": 1}'
+    assert [p.name for p in tmp_path.iterdir()] == ["meta.json"]
