@@ -28,7 +28,8 @@ import tokenize
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from steady import UserError
+from steady import UserError, visible
+from steady.folder import require_file
 
 # What each setting of any script may be. What several must be together is checked where it matters.
 CHOICES = {
@@ -124,7 +125,10 @@ def read_settings(script: str | Path) -> dict[str, Setting]:
             line -= 1
         types = (type(default),)
         if annotation is not None:
-            types = tuple(getattr(builtins, t.strip()) for t in ast.unparse(annotation).split("|"))
+            names = [name.strip() for name in ast.unparse(annotation).split("|")]
+            if not all(hasattr(builtins, name) for name in names):
+                continue  # not a setting
+            types = tuple(getattr(builtins, name) for name in names)
         settings[target.id] = Setting(
             target.id, default, types, comments.get(node.end_lineno, ""), section
         )
@@ -161,7 +165,8 @@ def configure(
     if {"--help", "-h"} & set(sys.argv[1:]):
         path, root = Path(namespace["__file__"]).resolve(), Path(__file__).resolve().parent
         script = path.relative_to(root).as_posix() if root in path.parents else path.name
-        print(describe(settings, script, positional))
+        usage = f"usage: python {script}\n\n{namespace.get('__doc__')}"
+        print(describe(settings, script, positional) if settings else usage)
         raise SystemExit(0)
     ignores = read_settings(ignored) if ignored else {}
     config = resolve(settings, sys.argv[1:], ignores, config_files=bool(positional))
@@ -296,7 +301,11 @@ def run_config_file(
 def source_of(path: str) -> str:
     """The text of a config file."""
     try:
+        if not path.startswith(("/dev/fd/", "/proc/")):  # a shell's <(...), which ends
+            require_file(Path(path))
         return Path(path).read_text(encoding="utf-8-sig")  # Windows may begin it with a mark
+    except UserError:
+        raise
     except OSError as error:
         setting = path.lstrip("\u2010\u2011\u2012\u2013\u2014\u2015\u2212\ufeff")  # other dashes
         hint = "" if "=" not in path else f" (a setting is written --{setting})"
@@ -386,8 +395,17 @@ def chosen(value: Any) -> str:
     return f", did you mean --{names[0]}={value}?" if len(names) == 1 else ""
 
 
+# what nanoGPT's users try
+ELSEWHERE = {
+    "bias": "this model has no biases: leave it out",
+    "init_from": "name a run's folder, --out_dir=FOLDER; finetune a pretrained model first",
+}
+
+
 def nearest(key: str, settings: dict[str, Setting]) -> str:
     """`, did you mean ...?`, or where to look when nothing is close."""
+    if key in ELSEWHERE:
+        return f": {ELSEWHERE[key]}"
     close = difflib.get_close_matches(key.replace("-", "_"), settings, n=1)
     return f", did you mean {close[0]!r}?" if close else "; --help lists them all"
 
@@ -417,7 +435,7 @@ def one_line_errors(kind: type[BaseException], error: BaseException, trace: Any)
         rank = os.environ.get("RANK", "0")  # torchrun's, to tell several processes apart
         prefix = "" if rank == "0" else f"rank {rank}: "
         if kind is not BrokenPipeError:  # its reader has seen enough
-            text = "\\n".join(str(error).splitlines())
+            text = "\\n".join(visible(str(error)).splitlines())
             text = re.sub(r"(\S{100})\S{400,}(\S{100})", r"\1...\2", text)  # a value, or a path
             print(f"{prefix}error: {text}", file=sys.stderr, flush=True)
         try:

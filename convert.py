@@ -226,7 +226,8 @@ def holds_another_model(folder: Path) -> bool:
     """Whether `folder` has a model or a tokenizer that is not an earlier export."""
     from safetensors import SafetensorError, safe_open
 
-    ours = ("config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json")
+    ours = ("config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json",
+            "special_tokens_map.json", "chat_template.jinja")  # fmt: skip
     if not any([*folder.glob("*.safetensors*"), *((folder / name).exists() for name in ours)]):
         return False
     try:
@@ -328,6 +329,7 @@ if __name__ == "__main__":
     checkpoint.check_weights(
         saved["model"], expected, f"{path} does not fit its own model_config in"
     )
+    checkpoint.check_finite(saved["model"], path)
     if dtype == "auto":
         dtype = (saved.get("pretrained") or {}).get("dtype", "float32")
     write_pretrained(saved, Path(to), choose_dtype(dtype, torch.device("cpu")))

@@ -21,9 +21,8 @@ import torch
 
 from configurator import configure
 from model import GPT, GPTConfig
-from steady import UserError, checkpoint, hardware
+from steady import UserError, checkpoint, hardware, visible
 from steady.generate import generate, require_room
-from steady.output import visible
 from steady.tokenizer import encode_prompt, from_meta
 
 # what to sample from
@@ -49,8 +48,7 @@ dtype = hardware.choose_dtype(dtype, device)
 
 path = checkpoint.find(Path(out_dir), ckpt)
 saved = checkpoint.load(path)
-model = GPT(checkpoint.architecture(saved, GPTConfig, path))
-checkpoint.load_weights(model, saved["model"], path)
+model = checkpoint.build(GPT, GPTConfig, saved, path)
 model = model.to(device, dtype).eval()
 hardware.use_onednn(device, dtype, model.config.n_embd, model.config.block_size)
 tokenizer = from_meta(saved["tokenizer"])

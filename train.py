@@ -46,6 +46,7 @@ wandb_project = "owt"  # Weights & Biases: the project
 wandb_run_name = "gpt2"  # Weights & Biases: the run
 # data
 dataset = "openwebtext"  # a folder in data/, or a path
+verify_data = False  # compare its files with the checksums in its meta.json first
 batch_size = 12  # sequences in a micro-batch; split further if they do not fit, same global batch
 gradient_accumulation_steps = 40  # micro-batches in an iteration, all processes counted together
 block_size = 1024  # tokens in a sequence
@@ -104,6 +105,8 @@ torch.manual_seed(seed)  # the same in every process: initial weights are not ex
 # -----------------------------------------------------------------------------
 # data and model: three ways to start
 data = DataSet(dataset, vocab_size)
+if verify_data and process.master:
+    data.verify()
 asked = GPTConfig.from_settings(config, data.padded_vocab_size)
 config["init_from"] = checkpoint.begin_from(init_from, ckpt_path, process)
 if config["init_from"] == "scratch":
@@ -261,6 +264,8 @@ with Saving(ckpt_path, training_state, process, not eval_only, fit.flags_for_les
             for name, file in (("train_loss", train_file), ("val_loss", val_file)):
                 batches = eval_batches(file, fit.batch_size, eval_sequences, process)
                 batches = takewhile(lambda _: not stop_request.stop_requested(), batches)
+                n_batches = eval_sequences / fit.batch_size / process.world_size
+                batches = log.waiting(batches, n_batches, f"evaluating {name}")
                 losses[name] = distributed.all_reduce_sum(evaluate(model, batches)).item()
             run.require_finite(losses, iter_num)
             if stopping := stop_request.stop_requested():

@@ -24,11 +24,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from configurator import read_settings, resolve
+from configurator import configure, read_settings, resolve
 from model import GPT, GPTConfig
 from steady import compiling, hardware
 from steady.optim import build_optimizer, clip_gradients
 
+configure(globals(), positional="")
 ROOT = Path(__file__).parents[1]
 PLAIN_ENOUGH = ["--optimizer=adamw", "--qk_norm=False", "--n_head=4", "--learning_rate=1e-3"]
 config = resolve(

@@ -8,6 +8,7 @@ import os
 import re
 import signal
 import sys
+import warnings
 from importlib import metadata
 
 MIN_TORCH = (2, 11)
@@ -16,11 +17,24 @@ MIN_TORCH = (2, 11)
 ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 
 
+def visible(text: str) -> str:
+    """`text` with its control characters, line feeds and tabs excepted, as escapes: a terminal
+    would obey them, and text from files may hold any."""
+    if text.isprintable():
+        return text
+    return "".join(
+        c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text
+    )
+
+
 class UserError(ValueError):
     """A message to the user: it ends a script with one line and no traceback.
 
     The line says what is wrong, the value, and what to do. All other errors keep their traceback.
     """
+
+    def __init__(self, message: str):
+        super().__init__(visible(message))
 
 
 def start_script() -> None:
@@ -37,6 +51,7 @@ def start_script() -> None:
     # Importing torch and compiling make millions of objects that stay. By default Python searches
     # for garbage after every 700 new ones, which takes a quarter of that time.
     gc.set_threshold(50_000)
+    warnings.simplefilter("ignore", FutureWarning)  # torch's, of its own functions
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
 

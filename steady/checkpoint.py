@@ -14,6 +14,7 @@ import pickle
 import reprlib
 import shlex
 import tempfile
+import time
 import zipfile
 import zlib
 from collections.abc import Callable, Collection
@@ -22,15 +23,18 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from model import GPTConfig
-from steady import UserError, distributed
+from steady import UserError, distributed, output
 from steady.dataloader import DataSet
 from steady.distributed import Process
 from steady.folder import FILES, hold_lock, last_archived, whole_file
 from steady.optim import decay_start, kind_of, learning_rate_at, load_state
+from steady.output import shown, waiting
 from steady.tokenizer import check_meta
 
+MAX_ROPE_VALUES = 2**28  # 2 GiB of rotary tables
 FORMAT = 1  # raised when a checkpoint's layout changes
 
 WEIGHTS_ONLY = {  # what best.pt holds, and of which type
@@ -67,8 +71,10 @@ def save(
     if not are_finite([w for w in weights if isinstance(w, Tensor) and w.is_floating_point()]):
         raise UserError("its weights are not finite")
     hold_lock(path.parent)
+    n_bytes = sum(t.nbytes for t in tree_leaves(content) if isinstance(t, Tensor))
     with whole_file(path, check=check_sums) as file:
-        torch.save({"format": FORMAT, "launch": distributed.launch()} | content, file)
+        counted = output.counted(file, n_bytes, f"saving {path.name}")
+        torch.save({"format": FORMAT, "launch": distributed.launch()} | content, counted)
 
 
 def parameter_names(model: nn.Module | dict[str, Tensor] | None) -> list[str]:
@@ -99,7 +105,7 @@ def check_sums(path: Path) -> None:
         with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
             data = memoryview(mapped)
             try:
-                for part in parts:
+                for part in waiting(parts, len(parts), f"verifying {path.name}", unit="part"):
                     if part.compress_type != zipfile.ZIP_STORED:
                         raise zipfile.BadZipFile(f"{part.filename} is compressed")
                     begin = reader.get_record_offset(part.filename.partition("/")[2])
@@ -124,11 +130,13 @@ def try_save(
     """
     if not overwrite and distributed.any_process(path.exists()):
         return True
-    names = parameter_names(content.get("model"))
+    began, names = time.perf_counter(), parameter_names(content.get("model"))
     failed, content = False, distributed.gather_full(as_saved(content))
     try:
         if process.master:
             save(path, content, names)
+            size, seconds = path.stat().st_size / 1e6, time.perf_counter() - began
+            say(f"saved {path}: {size:,.1f} MB in {seconds:.1f} s")
     except Exception as error:
         kept = ", the last good one is kept" if path.is_file() else ""
         say(f"warning: {path} was not saved{kept}: {what_failed(error)}")
@@ -206,6 +214,8 @@ def read(path: Path) -> dict[str, Any]:
         ) from None
     except (PermissionError, MemoryError):
         raise
+    except RecursionError:
+        raise UserError(f"{path} is damaged: it holds lists in lists in lists") from None
     except Exception as error:  # damage has many kinds
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise UserError(f"{path} is damaged or not a checkpoint: {reason}") from None
@@ -227,9 +237,11 @@ def load(path: Path, kinds: dict[str, type] = WEIGHTS_ONLY) -> dict[str, Any]:
         content = read(path)
         for key, kind in kinds.items():
             value = content.get(key)
-            if type(value) is not kind or (kind is int and value < 0) or value != value:
-                found = f"is {value!r:.40}" if key in content else "is missing"
+            bad = kind is int and type(value) is int and not 0 <= value < 2**62
+            if type(value) is not kind or bad or value != value:
+                found = f"is {reprlib.repr(value)}" if key in content else "is missing"
                 raise UserError(f"{path} is incomplete: {key} {found}, not a {kind.__name__}")
+        check_tensors(content, path)
         came_with = content.setdefault("pretrained", None)
         if "pretrained_dtype" in content:  # before 2026-11-25
             came_with = content["pretrained_dtype"] and {"dtype": content["pretrained_dtype"]}
@@ -278,10 +290,54 @@ def architecture(saved: dict[str, Any], kind: type[GPTConfig], path: Path) -> GP
     unknown = settings.keys() - kind().settings().keys()
     try:
         if unknown:
-            raise UserError(f"unknown {', '.join(sorted(map(str, unknown)))}")
-        return kind(**settings)
+            raise UserError(f"unknown {shown(', '.join(sorted(map(str, unknown))))}")
+        config = kind(**settings)
+        if config.n_layer > len(saved["model"]) + 1000:
+            raise UserError(
+                f"n_layer={config.n_layer}, but there are {len(saved['model'])} weights"
+            )
+        if config.block_size * config.head_dim > max(MAX_ROPE_VALUES, path.stat().st_size):
+            raise UserError(f"block_size={config.block_size} is too large for what the file holds")
+        return config
     except UserError as error:
         raise UserError(f"{path}, model_config: {error}") from None
+
+
+def build(
+    model: type[nn.Module], kind: type[GPTConfig], saved: dict[str, Any], path: Path
+) -> nn.Module:
+    """The `model` that a checkpoint describes, with its weights. They are compared with the
+    description before anything is allocated.
+
+    Raises UserError that names `path` and what does not fit.
+    """
+    config = architecture(saved, kind, path)
+    with torch.device("meta"):
+        expected = model(config)
+    check_weights(saved["model"], expected, f"{path} does not fit its own model_config in")
+    built = model(config)
+    built.load_state_dict(saved["model"])
+    return built
+
+
+def check_tensors(saved: dict[str, Any], path: Path) -> None:
+    """Raises UserError unless all of `model` are tensors that hold numbers of their own: one in a
+    sparse layout, without storage, or whose strides repeat a few values has any size it likes."""
+    declared = 0
+    for name, tensor in saved["model"].items():
+        if not isinstance(tensor, Tensor):
+            continue  # check_weights names it
+        plain = tensor.layout == torch.strided and tensor.device.type == "cpu"
+        if not plain or tensor.is_quantized or tensor.is_complex():
+            found = "complex" if plain and tensor.is_complex() else str(tensor.layout)
+            found = found if tensor.device.type == "cpu" else f"on the {tensor.device} device"
+            raise UserError(f"{path}: {shown(str(name))} is no dense tensor of numbers ({found})")
+        size = tensor.numel() * tensor.element_size()
+        if size > tensor.untyped_storage().nbytes():
+            raise UserError(f"{path}: {shown(str(name))} is larger than what the file holds of it")
+        declared += size
+    if declared > 2 * path.stat().st_size:  # tied weights share their storage
+        raise UserError(f"{path} declares {declared} bytes of weights, more than it has")
 
 
 def check_weights(weights: dict[str, Tensor], model: nn.Module, complaint: str) -> None:
@@ -299,6 +355,13 @@ def check_weights(weights: dict[str, Tensor], model: nn.Module, complaint: str) 
     if differing:
         more = f" and {len(differing) - 5} more" if len(differing) > 5 else ""
         raise UserError(f"{complaint} {', '.join(differing[:5])}{more}")
+
+
+def check_finite(weights: dict[str, Tensor], path: Path) -> None:
+    """Raises UserError that names a tensor with NaN or infinite values."""
+    for name, tensor in weights.items():
+        if tensor.is_floating_point() and not are_finite([tensor]):
+            raise UserError(f"{path}: {name} has values that are not finite")
 
 
 def load_weights(model: nn.Module, weights: dict[str, Tensor], path: Path) -> None:
@@ -384,6 +447,7 @@ def resume(
             best_val_loss = math.inf
         if iteration_of(path.with_name("before_decay.pt")) >= now:
             outdated.append("before_decay.pt")
+        print(f"going on from {path} at iteration {now}")
         for note in notes:
             print(f"note: {note}")
         return best_val_loss, outdated

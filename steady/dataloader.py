@@ -23,6 +23,7 @@ import torch
 
 from steady import UserError
 from steady.distributed import ALONE, Process
+from steady.folder import file_crc, require_file
 from steady.shuffle import permute, scramble
 from steady.tokenizer import META_KEYS, check_meta
 
@@ -56,6 +57,7 @@ def read_meta(folder: Path) -> dict[str, Any]:
                "python data/text/prepare.py --input=FILE")
         )  # fmt: skip
     path = folder / "meta.json"
+    require_file(path)
     try:
         meta = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -91,6 +93,7 @@ class DataSet:
         self.tokenizer = {key: self.meta[key] for key in META_KEYS if key in self.meta}
         self.ids = {}  # tell these files from others: the size, the beginning's checksum
         for name in ("train.bin", "val.bin"):
+            require_file(folder / name)
             with contextlib.suppress(FileNotFoundError), open(folder / name, "rb") as file:
                 beginning = zlib.crc32(file.read(2**20))
                 self.ids[name] = f"{beginning:08x}, {file.seek(0, 2)} bytes"
@@ -124,11 +127,8 @@ class DataSet:
     def verify(self) -> None:
         """Raises UserError if a file does not have the checksum that meta.json says."""
         for split, expected in self.meta.get("crc32", {}).items():
-            path, found = self.folder / f"{split}.bin", 0
-            with open(path, "rb") as file:
-                while block := file.read(2**24):
-                    found = zlib.crc32(block, found)
-            if found != expected:
+            path = self.folder / f"{split}.bin"
+            if file_crc(path) != expected:
                 raise UserError(
                     f"{path} does not have the checksum in its meta.json: prepare the data set "
                     "again, or copy it again"
@@ -169,6 +169,7 @@ class TokenFile:
         self.dtype = np.dtype(dtype).newbyteorder("<")
         if not path.exists():
             raise UserError(f"{path} is missing: prepare the data set again")
+        require_file(path)
         size, width = path.stat().st_size, self.dtype.itemsize
         if size == 0 or size % width:
             raise UserError(

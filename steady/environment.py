@@ -218,9 +218,9 @@ def report() -> list[tuple[str, str, str]]:
 
 
 if __name__ == "__main__":
-    from configurator import one_line_errors
+    from configurator import configure
 
-    sys.excepthook = one_line_errors
+    configure(globals(), positional="")
     results = report()
     for state, name, finding in results:  # narrow enough to be quoted
         line = f"{state:8} {name:24} {finding}"

@@ -8,12 +8,13 @@ import re
 import secrets
 import socket
 import tempfile
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
 from steady import UserError
-from steady.output import outlive_readers
+from steady.output import outlive_readers, waiting
 
 try:
     import fcntl
@@ -21,6 +22,8 @@ except ImportError:  # Windows
     fcntl = None
 
 FILES = ("ckpt.pt", "before_decay.pt", "best.pt", "metrics.jsonl")
+
+KEPT_ARCHIVES = 2  # previous runs in a folder
 
 # folders that are claimed: each one's locked file, and itself, open until the process ends
 held: dict[Path, tuple[int, int]] = {}
@@ -43,12 +46,16 @@ def claim(out_dir: Path) -> None:
         raise UserError(f"{str(out_dir)!r} is not UTF-8: use another name") from None
     try:
         out_dir.mkdir(parents=True, exist_ok=True)
+        if out_dir.name.startswith(".") and out_dir.is_symlink():  # .shards of a stranger's folder
+            raise OSError(errno.ELOOP, "it is a link, which is not followed")
         with tempfile.TemporaryFile(dir=out_dir):
             pass
         flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0)
         lock = os.open(out_dir / ".lock", flags, 0o666)
     except OSError as error:
         reason = "it is a file, not a folder" if out_dir.is_file() else error.strerror
+        if error.errno == errno.ELOOP:
+            reason = ".lock is a link, which is not followed"
         raise UserError(f"cannot write to {out_dir}: {reason}") from None
     try:
         if fcntl is None:
@@ -77,6 +84,15 @@ def remove_temporary(folder: Path, names: Sequence[str]) -> None:
     for path in folder.iterdir():
         if temporary.fullmatch(path.name):
             path.unlink(missing_ok=True)
+
+
+def require_file(path: Path) -> None:
+    """Raises UserError if `path` is there and no regular file: reading a FIFO or a device may never
+    end."""
+    if path.exists() and not path.is_file():
+        raise UserError(
+            f"{path} is a {'folder' if path.is_dir() else 'device or pipe'}, not a file"
+        )
 
 
 def hold_lock(out_dir: Path) -> None:
@@ -108,29 +124,42 @@ def is_still(path: Path, opened: int) -> bool:
 
 def archive_previous_run(out_dir: Path, names: Sequence[str] = FILES) -> None:
     """Move an earlier run's files to a new folder in `out_dir`: `previous`, or where that is there
-    already `previous-2` and so on. So no number of new runs destroys them."""
+    already `previous-2` and so on. KEPT_ARCHIVES of them are kept: the last ones
+    with a checkpoint, if there are any."""
     found = [out_dir / name for name in names]
     found = [path for path in found if path.exists()]
     if found:
-        aside, n = out_dir / "previous", 1
-        while os.path.lexists(aside):
+        before = archives(out_dir)
+        n = int(before[-1].name.partition("-")[2] or 1) + 1 if before else 1
+        while os.path.lexists(aside := out_dir / (f"previous-{n}" if n > 1 else "previous")):
             n += 1
-            aside = out_dir / f"previous-{n}"
         aside.mkdir()
         for path in found:
             os.replace(path, aside / path.name)
+        # those without a checkpoint go first: starts by mistake
+        kept = sorted(archives(out_dir), key=lambda path: (path / "ckpt.pt").exists())
+        for old in kept[:-KEPT_ARCHIVES]:
+            for name in FILES:
+                (old / name).unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # something of the user's is in it
+                old.rmdir()
         names = ", ".join(path.name for path in found)
         print(f"note: moved {names} to {aside}: this run does not go on from there")
 
 
-def last_archived(out_dir: Path) -> Path:
-    """The folder that `archive_previous_run` made last; `previous` if it has made none."""
+def archives(out_dir: Path) -> list[Path]:
+    """The folders that `archive_previous_run` has made, the last one last."""
     found = {
         int(match[1] or 1): path
         for path in out_dir.glob("previous*")
-        if (match := re.fullmatch(r"previous(?:-(\d+))?", path.name))
+        if (match := re.fullmatch(r"previous(?:-(\d+))?", path.name)) and not path.is_symlink()
     }
-    return found[max(found)] if found else out_dir / "previous"
+    return [found[n] for n in sorted(found)]
+
+
+def last_archived(out_dir: Path) -> Path:
+    """The folder that `archive_previous_run` made last; `previous` if it has made none."""
+    return next(reversed(archives(out_dir)), out_dir / "previous")
 
 
 @contextlib.contextmanager
@@ -160,3 +189,13 @@ def whole_file(path: Path, check: Callable[[Path], None] | None = None) -> Itera
         folder = os.open(path.parent, os.O_RDONLY)
         os.fsync(folder)
         os.close(folder)
+
+
+def file_crc(path: str | Path) -> int:
+    """The checksum of a file (CRC-32)."""
+    crc = 0
+    with open(path, "rb") as file:
+        blocks, name = iter(lambda: file.read(2**24), b""), Path(path).name
+        for block in waiting(blocks, os.path.getsize(path) // 2**24 + 1, f"verifying {name}"):
+            crc = zlib.crc32(block, crc)
+    return crc

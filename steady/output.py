@@ -4,6 +4,10 @@ pipe whose reader is gone, a full disk under the log, a closed stdout), which en
 import io
 import os
 import sys
+from collections.abc import Iterable
+from typing import Any
+
+from steady import visible
 
 
 def shown(text: str, limit: int = 200) -> str:
@@ -12,14 +16,28 @@ def shown(text: str, limit: int = 200) -> str:
     return visible(text if len(text) <= limit else f"{text[:limit]}...").replace("\n", "\\n")
 
 
-def visible(text: str) -> str:
-    """`text` with its control characters, line feeds and tabs excepted, as escapes: a terminal
-    would obey them."""
-    if text.isprintable():
-        return text
-    return "".join(
-        c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text
-    )
+def waiting(
+    items: Iterable[Any], total: float, what: str, quiet: bool = False, **options: Any
+) -> Any:
+    """`items`, with a progress bar and the time that remains once they take more than five seconds.
+    Without tqdm, or with `quiet`, nothing is shown."""
+    try:
+        from tqdm import tqdm
+    except ImportError:
+        return items
+    every = 0.5 if sys.stderr.isatty() else 10  # a log file gets a line each time
+    return tqdm(items, desc=what, total=total, disable=quiet, delay=5, mininterval=every,
+                leave=False, dynamic_ncols=True, **options)  # fmt: skip
+
+
+def counted(file: Any, n_bytes: int, what: str) -> Any:
+    """`file` with a progress bar for what is written to it."""
+    try:
+        from tqdm.utils import CallbackIOWrapper
+    except ImportError:
+        return file
+    bar = waiting(None, n_bytes, what, unit="B", unit_scale=True)
+    return CallbackIOWrapper(bar.update, file, "write")
 
 
 def outlive_readers() -> None:

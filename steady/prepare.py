@@ -21,7 +21,6 @@ import shlex
 import shutil
 import sys
 import threading
-import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import BrokenExecutor, ProcessPoolExecutor
 from pathlib import Path
@@ -30,9 +29,9 @@ from typing import Any
 import numpy as np
 
 from configurator import configure
-from steady import UserError, textfiles
-from steady.folder import claim, remove_temporary, whole_file
-from steady.output import shown
+from steady import UserError, textfiles, visible
+from steady.folder import claim, file_crc, remove_temporary, whole_file
+from steady.output import shown, waiting
 from steady.shuffle import scramble
 from steady.tokenizer import (
     PIECE,
@@ -42,6 +41,7 @@ from steady.tokenizer import (
     code_points,
     encode_pieces,
     load_tokenizer,
+    read_json,
     train_bpe,
     write_hf_tokenizer,
 )
@@ -83,7 +83,7 @@ class TokenWriter:
         self.chat = getattr(tokenizer, "special_tokens", False)
         self.pieces: list[Sequence[int]] = []
         self.held = 0  # tokens in them, and one for each, since empty ones take memory too
-        self.tokens = self.bytes = self.crc = 0
+        self.tokens = self.bytes = 0
 
     def add(self, text: str) -> None:
         """Add a document, or nothing at all if the tokenizer fails."""
@@ -109,12 +109,11 @@ class TokenWriter:
             ids = np.concatenate(self.pieces, dtype=self.dtype, casting="unsafe")
             self.file.write(ids.data)  # ndarray.tofile's error does not say that a disk is full
             self.tokens += len(ids)
-            self.crc = zlib.crc32(ids.data, self.crc)
         self.pieces, self.held = [], 0
 
     def counts(self) -> dict[str, int]:
         self.flush()
-        return {"tokens": self.tokens, "bytes": self.bytes, "crc32": self.crc}
+        return {"tokens": self.tokens, "bytes": self.bytes}
 
 
 def write_dataset(
@@ -162,7 +161,8 @@ def complete(
             "vocab_size": tokenizer.vocab_size,
             "dtype": {2: "uint16", 4: "uint32"}[dtype.itemsize],
             **{key: {split: counts[split][key] for split in SPLITS if key in counts[split]}
-               for key in ("tokens", "bytes", "crc32")},
+               for key in ("tokens", "bytes")},
+            "crc32": {split: file_crc(files[f"{split}.bin"].name) for split in SPLITS},
             "unigram_entropy": unigram_entropy(files["val.bin"].name, tokenizer),
         }  # fmt: skip
         files["meta.json"].write(json.dumps(meta, indent=1).encode() + b"\n")
@@ -330,6 +330,9 @@ def own_bpe(
     size = name.partition(":")[2]
     if not size.isdigit():
         raise UserError(f"unknown tokenizer={name!r}: write the vocabulary's size, as in bpe:8192")
+    theirs, ours = folder / "tokenizer.json", folder / "meta.json"
+    if os.path.lexists(theirs) and read_json(ours).get("tokenizer") != "hf":
+        raise UserError(f"{theirs} is there and of no data set: move it, or use another --out")
     claim(folder / SHARDS)
     meta = {"size": int(size), "parts": hashlib.sha256(repr(groups).encode()).hexdigest()}
     kept = folder / SHARDS / "tokenizer"
@@ -427,19 +430,14 @@ def write_in_shards(
         run_jobs(make_shard, [todo[i] for i in missing], num_proc, "tokenizing")
 
     def join(file: Any, split: str) -> dict[str, int]:
-        total = {"tokens": 0, "bytes": 0, "crc32": 0}
-        for record in records[:used]:
+        total = {"tokens": 0, "bytes": 0}
+        for record in waiting(records[:used], used, f"joining {split}.bin", unit="shard"):
             name, counts = record.read()["files"][split]
-            crc, left = 0, counts["tokens"] * width
             with open(shards / name, "rb") as part:
                 while block := part.read(2**24):
-                    crc, left = zlib.crc32(block, crc), left - len(block)
                     if max_tokens and split == "train":
                         block = block[: max_tokens * width - file.tell()]
-                    total["crc32"] = zlib.crc32(block, total["crc32"])
                     file.write(block)
-            if left or crc != counts["crc32"]:
-                raise UserError(f"{shards / name} is damaged: delete {record.path}, and try again")
             for key in ("tokens", "bytes"):
                 total[key] += counts[key]
         if file.tell() < total["tokens"] * width:  # cut short: how much text that is, is not known
@@ -454,7 +452,7 @@ def write_in_shards(
         raise
     rows = [row for record in records[:used] for row in record.read()["skipped"]]
     if rows:
-        print("\n".join(rows[:10] + (["..."] if len(rows) > 10 else [])))
+        print(visible("\n".join(rows[:10] + (["..."] if len(rows) > 10 else []))))
         print(f"warning: {len(rows):,} rows without text were left out")
     if (shards / "tokenizer").exists():
         for path in (shards / "tokenizer").glob("tokenizer*.json"):
@@ -515,9 +513,11 @@ def make_shard(job: tuple) -> None:
             for file in files.values():
                 file.flush()
                 os.fsync(file.fileno())
-    except BaseException:
+    except BaseException as error:
         for path in paths.values():
             path.unlink(missing_ok=True)
+        if isinstance(error, OSError) and error.filename is None:
+            error.filename = str(record.path.parent)  # a full disk's names no file
         raise
     with whole_file(record.path) as file:
         content = {"digest": record.digest, "files": found, "skipped": shard.skipped}

@@ -8,6 +8,7 @@ import statistics
 import sys
 import textwrap
 import time
+from collections.abc import Iterable
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -75,7 +76,8 @@ class RunLog:
                 id=id_file.read_text(encoding="utf-8") if resumed else None,
                 resume="allow",
             )
-            id_file.write_text(run.id, encoding="utf-8")
+            with whole_file(id_file) as file:
+                file.write(run.id.encode())
             return run
         except Exception as error:
             self.line(f"warning: no wandb for this run ({type(error).__name__}: {error})")
@@ -159,6 +161,10 @@ class RunLog:
         """Print a sample; drawing it was not training time."""
         self.line(f"iter {iter_num:6d} | sample: {text!r}")
         self.restart_clock(iter_num)
+
+    def waiting(self, batches: Iterable, n_batches: float, what: str) -> Iterable:
+        """`batches`, with a progress bar if they take long."""
+        return output.waiting(batches, math.ceil(n_batches), what, self.quiet, unit="batch")
 
     def evaluation(self, entry: dict[str, Any], seconds: float, best: bool) -> None:
         """Log an evaluation: iter, train_loss, val_loss, and val_bpb where it is known; how long it

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 from steady import UserError
-from steady.output import shown
+from steady.output import shown, waiting
 from steady.tokenizer import WINDOW
 
 PART_BYTES = 2**24  # of input; a part takes seconds
@@ -158,7 +158,8 @@ def line_borders(path: Path) -> list[tuple[int, int]]:
     """Where lines begin, about every PART_BYTES: (byte offset, lines before it)."""
     borders, offset, lines = [(0, 0)], 0, 0
     with open(path, "rb") as file:
-        while block := file.read(READ_BYTES):
+        blocks = iter(lambda: file.read(READ_BYTES), b"")
+        for block in waiting(blocks, path.stat().st_size // READ_BYTES + 1, f"reading {path.name}"):
             cut = block.rfind(b"\n") + 1
             if cut and offset + cut - borders[-1][0] >= PART_BYTES:
                 borders.append((offset + cut, lines + block.count(b"\n", 0, cut)))

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from steady import UserError
-from steady.folder import whole_file
+from steady.folder import require_file, whole_file
 
 
 class Tokenizer(Protocol):
@@ -228,6 +228,10 @@ class HFTokenizer:
         self.special_tokens = special_tokens
         vocabulary = self.tokenizer.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocabulary.values()) + 1
+        if self.vocab_size > len(content):  # each token takes several characters
+            raise UserError(
+                f"this tokenizer.json has id {self.vocab_size - 1}, but {len(vocabulary)} tokens"
+            )
         # of models that spell unknown characters in bytes: <0x00> to <0xFF>
         bytes_ = [vocabulary.get(f"<0x{i:02X}>") for i in range(256)]
         self.byte_ids = None if None in bytes_ else bytes_
@@ -385,6 +389,7 @@ def find_folder(source: str, patterns: list[str]) -> Path:
 
 def read_json(path: Path) -> dict[str, Any]:
     """The object in a JSON file; empty if there is no such file. Raises UserError otherwise."""
+    require_file(path)
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(content, dict):
@@ -406,6 +411,7 @@ def hf_tokenizer_meta(folder: Path) -> dict[str, Any]:
     path = folder / "tokenizer.json"
     if not path.exists():
         return {}
+    require_file(path)
     try:
         tokenizer = HFTokenizer(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -603,6 +609,13 @@ def check_meta(meta: Any, source: str, whole: bool = False) -> None:
             raise UserError(
                 f'{source}: "{key}" must be {words}, but is {found}: prepare the data set again'
             )
+    declared, held = meta.get("vocab_size", 1), {"byte": 257, "gpt2": 50257}
+    held = held.get(meta.get("tokenizer"), len(meta.get("json", "")) or 2**32)
+    if declared > held:
+        raise UserError(
+            f'{source}: "vocab_size" is {declared}, more than its tokenizer has: prepare the data '
+            "set again"
+        )
     size = len(meta.get("alphabet", ""))
     if size and meta.get("vocab_size", size) not in (size, size + 1):
         raise UserError(

@@ -47,7 +47,7 @@ class LargeTokenizer:
         return [65536 + ord(c) for c in text]
 
     def meta(self):
-        return {"tokenizer": "byte"}
+        return {"tokenizer": "hf", "json": "x" * 70000}
 
 
 def test_f37_vocabularies_above_65536_are_written_as_uint32_without_wrapping(tmp_path):
@@ -459,6 +459,27 @@ def test_f38_a_repository_with_a_script_is_one_line(run, tmp_path, repository):
     with pytest.raises(ValueError, match="cannot load .*[Ss]cripts are no longer supported"):
         run("data/tinystories/prepare.py", f"--path={repository}", "--tokenizer=byte",
             f"--out={tmp_path / 'out'}")  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("readme", "message"),
+    [
+        ("configs:\n- config_name: a\n  data_files: sample/10BT/000*\n- config_name: b\n"
+         "  data_files: sample/10BT/001*\n", "a, b.*pass --name=ONE_OF_THEM"),
+        ("configs:\n- config_name: default\n  data_files:\n  - split: test\n"
+         "    path: sample/10BT/*\n", "pass --split=NAME"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("streaming", [False, True])
+def test_f68_several_configurations_and_other_splits_have_remedies_that_work(
+    run, tmp_path, repository, readme, message, streaming
+):
+    (repository / "README.md").write_text(f"---\n{readme}---\n")
+    arguments = ["data/tinystories/prepare.py", f"--path={repository}", "--tokenizer=byte",
+                 f"--out={tmp_path / 'out'}", f"--streaming={streaming}"]  # fmt: skip
+    with pytest.raises(ValueError, match=message):
+        run(*arguments)
+    run(*arguments, "--name=a" if "--name" in message else "--split=test", "--val_fraction=0.2")
 
 
 def test_processes_streaming_and_interruptions_change_nothing(

@@ -719,12 +719,6 @@ def test_f80_a_shard_counts_only_if_it_is_as_long_as_its_record_says(tmp_path, m
     assert len(shards) == 4
     shards[1].write_bytes(shards[1].read_bytes()[:-2])  # cut short
     shards[2].unlink()
-    content = bytearray(shards[3].read_bytes())
-    content[4:8] = bytes(4)  # as long as it should be, but not on disk when the power went
-    shards[3].write_bytes(content)
-    with pytest.raises(ValueError, match="is damaged: delete .*00003.json, and try again"):
-        prepare_from_files(tmp_path / "out", "byte", [path])
-    (tmp_path / "out" / ".shards" / "00003.json").unlink(missing_ok=True)
     prepare_from_files(tmp_path / "out", "byte", [path])
     for name in ("train.bin", "val.bin", "meta.json"):
         assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "expected" / name).read_bytes()

@@ -16,9 +16,11 @@ steady.start_script()
 
 import numpy as np
 
+from configurator import configure
 from steady.dataloader import read_meta
 from steady.tokenizer import from_meta
 
+configure(globals(), positional="")
 folder = ROOT / "data" / "stdlib_char"
 ids = np.fromfile(folder / "val.bin", dtype="uint16")
 tokenizer = from_meta(read_meta(folder))
