@@ -5,8 +5,6 @@ from pathlib import Path
 
 import torch
 
-from steady.folder import whole_file
-
 FIRST_STEP, STEPS = 5, 3  # steps traced, after compilation and warm-up
 
 
@@ -27,13 +25,10 @@ class Profiler:
         self.trace = torch.profiler.profile(
             schedule=torch.profiler.schedule(wait=FIRST_STEP - 1, warmup=1, active=STEPS, repeat=1),
             acc_events=True,  # or torch before 2.13 warns of a second cycle (pytorch#180348)
-            on_trace_ready=self.write,
+            # torch writes under another name and renames: a link is not followed
+            on_trace_ready=lambda profile: profile.export_chrome_trace(str(self.path)),
         )
         self.trace.start()
-
-    def write(self, profile: torch.profiler.profile) -> None:
-        with whole_file(self.path) as file:
-            profile.export_chrome_trace(file.name)
 
     def step(self) -> None:
         """Call after every iteration; prints a line when the file is written."""

@@ -51,9 +51,9 @@ def nested(depth=40):
 
 
 FAULTS = {  # F84 and F86: each with what the message says
-    "block_size": (lambda: config(block_size=2**31 - 1), "block_size=2147483647 is too large"),
+    "block_size": (lambda: config(block_size=2**25), "block_size=33554432 is too large"),
     "vocab_size": (lambda: config(vocab_size=2**31), "does not fit its own model_config in"),
-    "n_layer": (lambda: config(n_layer=10**4), "n_layer=10000, with 11 weights"),
+    "n_layer": (lambda: config(n_layer=10**4), "n_layer=10000, but there are 12 weights"),
     "stride 0": (
         lambda: config(n_embd=2**16, n_hidden=2**16) | {"model": {
             name: torch.zeros(1).expand(2**16, 2**16) for name in content()["model"]}},
