@@ -330,6 +330,7 @@ if __name__ == "__main__":
         saved["model"], expected, f"{path} does not fit its own model_config in"
     )
     checkpoint.check_finite(saved["model"], path)
+    checkpoint.tokenizer_of(saved, path)
     if dtype == "auto":
         dtype = (saved.get("pretrained") or {}).get("dtype", "float32")
     write_pretrained(saved, Path(to), choose_dtype(dtype, torch.device("cpu")))

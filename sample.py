@@ -23,7 +23,7 @@ from configurator import configure
 from model import GPT, GPTConfig
 from steady import UserError, checkpoint, hardware, visible
 from steady.generate import generate, require_room
-from steady.tokenizer import encode_prompt, from_meta
+from steady.tokenizer import encode_prompt
 
 # what to sample from
 out_dir = "out"  # folder of the checkpoint
@@ -51,7 +51,7 @@ saved = checkpoint.load(path)
 model = checkpoint.build(GPT, GPTConfig, saved, path)
 model = model.to(device, dtype).eval()
 hardware.use_onednn(device, dtype, model.config.n_embd, model.config.block_size)
-tokenizer = from_meta(saved["tokenizer"])
+tokenizer = checkpoint.tokenizer_of(saved, path)
 
 if start.startswith("FILE:"):
     try:

@@ -1,16 +1,19 @@
 """Kill, stop and mislead the scripts at random, and see that nothing is lost.
 
     make faults
-    python dev/faults.py --kills=200 --stops=100 --fuzz=3000
+    python dev/faults.py --kills=200 --stops=100 --fuzz=3000 --preparations=50
 
 kills: SIGKILL at a random moment, also to one of two processes under torchrun; what is there is
 resumed, again and again, until the run is through. Its losses and weights must be bit for bit those
 of a run that was left alone.
 stops: the same with SIGINT, SIGTERM and SIGHUP, alone, in a pipe to tee that dies of the same
 signal, under nohup, and under torchrun. Such a run must end with status 0 and have saved.
-fuzz: wrong command lines, config files, environment variables, checkpoints, metadata and token
-files. Each must be refused in one line that names its culprit, or run through as it was asked to;
-never a traceback, a signal, or more than a minute.
+fuzz: wrong command lines, config files, environment variables, checkpoints, metadata, token files,
+texts and tokenizers, and folders with links in them. Each must be refused in one line that names
+its culprit, or run through as it was asked to; never a traceback, a signal, more than a minute, a
+control character on the terminal, or a change of a file elsewhere.
+preparations: a preparation in two processes, killed at a random moment, the parent alone or all of
+them. The next one's files must be those of one that was left alone.
 
 Prints tried and failed per kind, and the command of each failure; exits with 1 if there is any.
 Ctrl-C ends it earlier, with the counts so far.
@@ -18,6 +21,7 @@ Kills and stops count where they met a run that was still going.
 """
 
 import gc
+import gzip
 import json
 import multiprocessing
 import os
@@ -46,15 +50,16 @@ import torch.distributed.fsdp
 
 import convert  # noqa: F401
 from configurator import configure, parse, read_settings
-from steady import checkpoint
+from steady import checkpoint, textfiles
 from steady.prepare import split_text, write_dataset
 from steady.runlog import read_metrics
-from steady.tokenizer import CharTokenizer
+from steady.tokenizer import CharTokenizer, train_bpe
 
 # how often
 kills = 24  # runs killed by SIGKILL
 stops = 12  # runs stopped by a signal
 fuzz = 240  # wrong inputs
+preparations = 4  # preparations killed
 seed = 1  # of what is tried
 limit_seconds = 60  # that a wrong input may take
 keep = False  # keep the folder of every failure
@@ -264,7 +269,26 @@ AT_ITS_START = {  # read when Python or torch start
     "PYTHONIOENCODING": ["ascii", "latin-1"],
     "LC_ALL": ["C", "nowhere"],
 }
-WRONG = ("command line", "config file", "environment", "checkpoint", "metadata", "token file")
+WRONG = ("command line", "config file", "environment", "checkpoint", "metadata", "token file",
+         "hostile checkpoint", "tokenizer", "text", "links")  # fmt: skip
+ESCAPE = "\x1b]0;owned\x07"
+TENSORS = {  # what becomes of a weight
+    "meta": lambda w: w.to("meta"), "sparse": lambda w: w.to_sparse(), "bool": lambda w: w.bool(),
+    "complex": lambda w: w.cfloat(), "int": lambda w: w.int(), "list": lambda w: w.tolist(),
+    "nan": lambda w: w * torch.nan, "half": lambda w: w.half(), "none": lambda w: None,
+    "stride 0": lambda w: torch.zeros(1).expand(2**18, 2**18), "empty": lambda w: w[:0],
+    "transposed": lambda w: w.T, "shorter": lambda w: w.flatten()[:-1],
+}  # fmt: skip
+ODD = [None, -1, 0, 2**31 - 1, 2**63, 10**30, "", "x" * 10**5, ESCAPE, [], {}, [[]], 1.5, True,
+       float("nan"), {ESCAPE: ESCAPE}, (1, 2)]  # fmt: skip
+
+
+def nested() -> list:
+    """A few bytes in a file, 2**40 lists to show."""
+    value = []
+    for _ in range(40):
+        value = [value, value]
+    return value
 
 
 def damage(path: Path) -> str:
@@ -299,7 +323,7 @@ class Trial:
         self.kind, self.folder = kind, Path(tempfile.mkdtemp(prefix="faults-"))
         self.data, self.out = self.folder / "data", self.folder / "out"
         self.variables, self.whole, self.asked, self.at_its_start = {}, whole, {}, False
-        self.patience = limit_seconds
+        self.patience, self.notes = limit_seconds, self.folder / "notes.txt"
         shutil.copytree(data, self.data)
         self.command = train_command(self.data, self.out, "--max_iters=2")
         self.culprits: list[str] = []
@@ -372,6 +396,122 @@ class Trial:
         damage(file)
         self.culprits = [str(self.data)]
 
+    def hostile_checkpoint(self) -> None:
+        shutil.copytree(self.whole, self.out)
+        name = draw.choice(["best.pt", "ckpt.pt"])
+        saved = checkpoint.read(self.out / name) | {"format": checkpoint.FORMAT}
+        way = draw.randrange(5)
+        if way == 0:
+            key = draw.choice([*saved["model"], ESCAPE])
+            weight = saved["model"].get(key, torch.ones(3, 3))
+            saved["model"][key] = draw.choice(list(TENSORS.values()))(weight)
+        elif way == 1:
+            saved["model_config"][draw.choice([*saved["model_config"], ESCAPE])] = draw.choice(ODD)
+        elif way == 2:
+            saved[draw.choice([*saved, "pretrained"])] = draw.choice([*ODD, nested()])
+        elif way == 3:
+            inside = draw.choice([key for key in saved if isinstance(saved[key], dict)])
+            saved[inside][draw.choice([*saved[inside], ESCAPE])] = draw.choice([*ODD, nested()])
+        else:
+            kind, alphabet = (
+                draw.choice(["hf", "gpt2", "byte", "char"]),
+                draw.choice(["ab", ESCAPE]),
+            )
+            saved["tokenizer"] = {"tokenizer": kind, "json": "{}", "alphabet": alphabet}
+        (self.out / name).unlink()  # it is mapped
+        torch.save(saved, self.out / name)
+        script, *more = draw.choice(
+            [("sample.py", "--device=cpu", "--max_new_tokens=5"), ("convert.py", "--to=new")]
+        )
+        self.command = [sys.executable, str(ROOT / script), f"--out_dir={self.out}",
+                        f"--ckpt={name}", *more]  # fmt: skip
+        self.culprits = [name]
+
+    def prepare(self, *more: str) -> None:
+        """A preparation of a text."""
+        self.command = [sys.executable, str(ROOT / "data/text/prepare.py"),
+                        f"--out={self.folder / 'prepared'}", *more]  # fmt: skip
+
+    def tokenizer(self) -> None:
+        theirs, text = self.folder / "theirs", self.folder / "a.txt"
+        theirs.mkdir()
+        text.write_text("some text, <s> and more\n" * 50)
+        made = json.loads(train_bpe(["some text"] * 9, 270).content)
+        place = draw.choice([made, made["model"], made["model"]["vocab"], made["added_tokens"][0]])
+        key = draw.choice([*place, ESCAPE])
+        place[key] = draw.choice([*ODD[:-1], 2**30])
+        (theirs / "tokenizer.json").write_text(json.dumps(made))
+        for name in ("tokenizer_config.json", "config.json", "generation_config.json"):
+            if draw.random() < 0.5:
+                keys = ["eos_token", "bos_token", "eos_token_id", "add_bos_token", ESCAPE]
+                content = {draw.choice(keys): draw.choice(ODD[:-1]) for _ in range(2)}
+                (theirs / name).write_text(json.dumps(draw.choice([content, [content]])))
+        if draw.random() < 0.3:
+            damage(theirs / "tokenizer.json")
+        self.prepare(f"--input={text}", f"--tokenizer=hf:{theirs}")
+        self.culprits = [str(theirs), "a.txt"]
+
+    def text(self) -> None:
+        name = draw.choice(["a.jsonl", "a.json", "a.ndjson.gz", "a.csv", "a.tsv", "a.txt", "a.md",
+                            "a.parquet", "a.txt.zst", "a", f"a{ESCAPE}.jsonl"])  # fmt: skip
+        rows = [draw.choice([{"text": "text ü"}] * 9 + [{"text": v} for v in ODD[:-1]] + ODD[:-1])
+                for _ in range(30)]  # fmt: skip
+        content = "".join(json.dumps(row) + "\n" for row in rows).encode()
+        content = draw.choice([content, content, json.dumps(rows).encode(), b"id,text\n1,x\n" * 20,
+                               b"some text\r\n" * 50, draw.randbytes(500), b"",
+                               b'{"text": "\xed\xa0\xbd"}\n' * 3 + content])  # fmt: skip
+        if name.endswith(".gz") and draw.random() < 0.8:
+            content = gzip.compress(content)
+        path = self.folder / name
+        path.write_bytes(content)
+        if draw.random() < 0.2:
+            damage(path)
+        self.prepare(
+            f"--input={path}",
+            f"--tokenizer={draw.choice(['byte', 'char', 'bpe:260'])}",
+            f"--skip_bad_rows={draw.random() < 0.5}",
+            f"--num_proc={draw.choice([1, 1, 2])}",
+        )
+        self.culprits = ["/a", "would be empty", "--input"]
+
+    def links(self) -> None:
+        """A folder of a stranger's, with links to a file of the user's."""
+        self.notes.write_text("mine")
+        script = draw.choice(["train.py", "prepare.py", "convert.py"])
+        names = {
+            "train.py": [
+                ".lock",
+                "ckpt.pt",
+                "best.pt",
+                "metrics.jsonl",
+                "wandb_id",
+                "trace.json",
+                "previous",
+                "ckpt.pt.tmp",
+            ],
+            "prepare.py": [
+                "train.bin",
+                "val.bin",
+                "meta.json",
+                "train.bin.tmp",
+                ".shards",
+                "tokenizer.json",
+            ],
+            "convert.py": ["config.json", "model.tmp", "tokenizer.json", "model.safetensors"],
+        }
+        folder = {"train.py": self.out, "prepare.py": self.folder / "prepared",
+                  "convert.py": self.folder / "new"}[script]  # fmt: skip
+        folder.mkdir()
+        for name in draw.sample(names[script], k=draw.randrange(1, 4)):
+            (folder / name).symlink_to(self.notes)
+        self.culprits = [str(folder), folder.name]
+        if script == "prepare.py":
+            (self.folder / "a.txt").write_text("some text\n" * 99)
+            self.prepare(f"--input={self.folder / 'a.txt'}", "--tokenizer=byte")
+        elif script == "convert.py":
+            self.command = [sys.executable, str(ROOT / script), f"--out_dir={self.whole}",
+                            f"--to={folder}"]  # fmt: skip
+
     def run(self) -> int | None:
         """The status with which the command ends; None if it does not."""
         if not self.at_its_start:
@@ -406,6 +546,10 @@ class Trial:
         errors = [line for line in shown.splitlines() if re.match(r"(rank \S+: )?error: ", line)]
         if status and len(errors) != 1:
             return f"status {status} with {len(errors)} lines of error: {shown[-300:]}"
+        if "\x1b" in shown and self.kind not in ("command line", "config file"):
+            return "a control character on the terminal"
+        if self.notes.exists() and self.notes.read_text() != "mine":
+            return "a file elsewhere was changed"
         if status and len(errors[0]) > 1500:
             return f"an error of {len(errors[0])} characters"
         if status and not any(culprit in errors[0] for culprit in self.culprits):
@@ -454,6 +598,45 @@ def mislead(kind: str, data: Path, whole: Path) -> None:
     shutil.rmtree(trial.folder)
 
 
+def kill_preparation(path: Path, whole: Path) -> None:
+    """Kill a preparation in two processes, prepare again, and compare."""
+    folder = Path(tempfile.mkdtemp(prefix="faults-"))
+    command = [sys.executable, str(ROOT / "data/text/prepare.py"), f"--input={path}",
+               "--tokenizer=byte", "--num_proc=2", f"--out={folder / 'out'}"]  # fmt: skip
+    kind = draw.choice(["killed preparation, the parent alone", "killed preparation, all of it"])
+    signum = draw.choice((signal.SIGKILL, signal.SIGTERM, signal.SIGHUP))
+    for n in range(3):  # the third one is left alone
+        process = start(command, folder)
+        if n < 2:
+            process.join(draw.uniform(0.1, 1.0) * PREPARATION_SECONDS)
+            if process.is_alive():
+                tried[kind] += 1
+                send = os.kill if "alone" in kind else os.killpg
+                send(process.pid, signum)
+        process.join(limit_seconds)
+    for name in ("train.bin", "val.bin", "meta.json"):
+        if process.exitcode or (folder / "out" / name).read_bytes() != (whole / name).read_bytes():
+            shown = (folder / "log").read_text(errors="replace")[-500:]
+            return fail(kind, command, f"another {name} after {signum.name}: {shown}", folder)
+    shutil.rmtree(folder)
+
+
+def kill_preparations(folder: Path) -> None:
+    global PREPARATION_SECONDS
+    textfiles.PART_BYTES, textfiles.READ_BYTES = 2**14, 2**12  # inherited by the processes
+    path = folder / "rows.jsonl"
+    path.write_text("".join(json.dumps({"text": f"row {i} " * 9}) + "\n" for i in range(20_000)))
+    began = time.monotonic()
+    start([sys.executable, str(ROOT / "data/text/prepare.py"), f"--input={path}",
+           "--tokenizer=byte", f"--out={folder / 'prepared'}"], folder).join()  # fmt: skip
+    PREPARATION_SECONDS = time.monotonic() - began
+    while sum(tried[kind] for kind in tried if "preparation" in kind) < preparations:
+        kill_preparation(path, folder / "prepared")
+
+
+PREPARATION_SECONDS = 1.0
+
+
 def main() -> None:
     """Try everything."""
     matplotlib.use("Agg")
@@ -482,6 +665,8 @@ def main() -> None:
                 alone = whole_of_two if "torchrun" in kind else whole
                 while tried[kind] + failed[kind] < count:
                     interrupt(kind, data, alone, seconds, min(8, count - tried[kind]))
+        if preparations:
+            kill_preparations(folder)
         for n in range(fuzz):
             mislead(WRONG[n % len(WRONG)], data, whole)
 

@@ -32,7 +32,7 @@ from steady.distributed import Process
 from steady.folder import FILES, hold_lock, last_archived, whole_file
 from steady.optim import decay_start, kind_of, learning_rate_at, load_state
 from steady.output import shown, waiting
-from steady.tokenizer import check_meta
+from steady.tokenizer import Tokenizer, check_meta, from_meta
 
 MAX_ROPE_VALUES = 2**28  # 2 GiB of rotary tables
 FORMAT = 1  # raised when a checkpoint's layout changes
@@ -318,6 +318,14 @@ def build(
     built = model(config)
     built.load_state_dict(saved["model"])
     return built
+
+
+def tokenizer_of(saved: dict[str, Any], path: Path) -> Tokenizer:
+    """A checkpoint's tokenizer; raises UserError that names `path`."""
+    try:
+        return from_meta(saved["tokenizer"])
+    except UserError as error:
+        raise UserError(f"{path}, tokenizer: {error}") from None
 
 
 def check_tensors(saved: dict[str, Any], path: Path) -> None:
