@@ -25,6 +25,7 @@ import re
 import signal
 import sys
 import tokenize
+import types
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -160,8 +161,16 @@ def configure(
     for stream in (sys.stdout, sys.stderr):  # a character the terminal lacks is no reason to die
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace", line_buffering=True)
+    sys.argv[1:] = [argument.rstrip("\r") for argument in sys.argv[1:]]  # of a file from Windows
+    if "__file__" not in namespace:  # exec(open("train.py").read()), in a notebook perhaps
+        namespace["__file__"] = script_of(namespace)
+        if "ipykernel" in sys.modules:
+            sys.argv = [namespace["__file__"]]
     settings = read_settings(base) if base else {}
-    settings |= read_settings(namespace["__file__"])
+    own = read_settings(namespace["__file__"])  # with the values of a cell that was edited
+    settings |= {
+        name: s._replace(default=namespace.get(name, s.default)) for name, s in own.items()
+    }
     if {"--help", "-h"} & set(sys.argv[1:]):
         path, root = Path(namespace["__file__"]).resolve(), Path(__file__).resolve().parent
         script = path.relative_to(root).as_posix() if root in path.parents else path.name
@@ -176,6 +185,13 @@ def configure(
     check_values(config)
     namespace.update(config)
     return config
+
+
+def script_of(namespace: dict[str, Any]) -> str:
+    """The script whose settings are all in `namespace`."""
+    found = {script: read_settings(script) for script in Path(__file__).parent.glob("*.py")}
+    fitting = [script for script in found if found[script].keys() <= namespace.keys()]
+    return str(max(fitting, key=lambda script: len(found[script])))
 
 
 def flags_given() -> set[str]:
@@ -216,23 +232,6 @@ def architecture_note(asked: dict[str, Any], config: dict[str, Any]) -> str | No
         if value != config[name] and (value or value is False)  # 0 is no size
     ]
     return f"note: without effect on this model: {', '.join(ignored)}" if ignored else None
-
-
-def schedule_note(config: dict[str, Any]) -> str | None:
-    """A line for a schedule that ends before the run, or its warm-up; None if it does not."""
-    end, iterations, warmup = (config[k] for k in ("lr_decay_iters", "max_iters", "warmup_iters"))
-    if not config["decay_lr"] or not 0 < end < iterations:
-        return None
-    if end <= warmup:
-        then = f", then it is min_lr={config['min_lr']}" if warmup < iterations else ""
-        return (
-            f"note: lr_decay_iters={end} is no later than the end of warm-up: the learning rate "
-            f"rises until iteration {min(warmup, iterations)}{then}"
-        )
-    return (
-        f"note: the learning rate stays at min_lr={config['min_lr']} from iteration {end} to "
-        f"{iterations}; --lr_decay_iters=0 makes the schedule as long as the run"
-    )
 
 
 def resolve(
@@ -277,10 +276,13 @@ def run_config_file(
     source = source_of(path)
     namespace = {name: setting.default for name, setting in ignored.items()}
     namespace |= config | {"__file__": path}
+    sys.path.insert(0, os.path.dirname(os.path.abspath(path)))  # for `from base import *`
     try:
         exec(compile(source, path, "exec"), namespace)
     except (Exception, SystemExit) as error:  # a file that leaves has not set what it should
         raise UserError(f"config file {path} failed: {type(error).__name__}: {error}") from None
+    finally:
+        sys.path.pop(0)
     defined = set()  # imported modules, functions and classes are tools, not settings
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import | ast.ImportFrom):
@@ -290,6 +292,8 @@ def run_config_file(
     for key, value in namespace.items():
         if key in settings:
             config[key] = check(settings[key], value, f"{key} = {shown(value)} in {path}")
+        elif isinstance(value, types.ModuleType) or callable(value):
+            continue  # from a star import
         elif not key.startswith("_") and key not in defined and key not in ignored:
             raise UserError(
                 f"unknown setting {key!r} in {path}{nearest(key, settings)} "

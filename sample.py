@@ -60,7 +60,10 @@ if start.startswith("FILE:"):
         raise UserError(f"cannot read --start={start}: {error}") from None
 if any("\ud800" <= character <= "\udfff" for character in start):  # from a shell, say
     raise UserError(f"--start={start!r} is not UTF-8")
-prompt = encode_prompt(tokenizer, start)
+try:
+    prompt = encode_prompt(tokenizer, start)
+except UserError as error:
+    raise UserError(f"--start: {error}") from None
 require_room(model.config, num_samples, len(prompt), max_new_tokens, dtype, device)
 tokens = torch.tensor([prompt] * num_samples, device=device)
 generator = torch.Generator(device=device).manual_seed(seed)

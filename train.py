@@ -95,7 +95,7 @@ config = configure(globals())
 process = distributed.this_process(parallel, device, dtype, n_embd)
 plan = compiling.plan(compile, compile_mode, process.device)
 distributed.start(process, config, plan.cuda_graphs)
-out_path = Path(out_dir)
+out_path = Path(config["out_dir"])  # of the first process, if they differ
 ckpt_path, best_path = out_path / "ckpt.pt", out_path / "best.pt"
 if not eval_only or wandb_log:  # this run writes to out_dir: lock it
     distributed.on_rank0_first(process, lambda: folder.claim(out_path))

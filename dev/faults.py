@@ -293,7 +293,7 @@ def nested() -> list:
 
 def damage(path: Path) -> str:
     """Damage a file in some way; returns which."""
-    content = bytearray(path.read_bytes())
+    content = bytearray(path.read_bytes()) or bytearray(1)
     way = draw.choice(["flip", "cut", "empty", "zeros", "append", "noise", "remove", "folder"])
     if way == "flip":
         content[draw.randrange(len(content))] ^= 1 << draw.randrange(8)
@@ -425,7 +425,7 @@ class Trial:
         )
         self.command = [sys.executable, str(ROOT / script), f"--out_dir={self.out}",
                         f"--ckpt={name}", *more]  # fmt: skip
-        self.culprits = [name]
+        self.culprits = [name, "--start"]
 
     def prepare(self, *more: str) -> None:
         """A preparation of a text."""

@@ -119,10 +119,8 @@ class DataSet:
         """`val_bpb`: a validation loss (nats per token) as bits per byte of text (UTF-8), which
         does not depend on the tokenizer. Tokens that begin and end texts count as tokens, but have
         no bytes. Empty for data sets whose meta.json has no bytes."""
-        n_bytes = self.meta.get("bytes", {}).get("val", 0)
-        if not n_bytes:
-            return {}
-        return {"val_bpb": val_loss / math.log(2) * self.meta["tokens"]["val"] / n_bytes}
+        n_tokens, n_bytes = (self.meta.get(key, {}).get("val", 0) for key in ("tokens", "bytes"))
+        return {"val_bpb": val_loss / math.log(2) * n_tokens / n_bytes} if n_bytes else {}
 
     def verify(self) -> None:
         """Raises UserError if a file does not have the checksum that meta.json says."""

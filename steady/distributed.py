@@ -11,6 +11,7 @@ fsdp: PyTorch's FSDP2; every process holds its share of weights, gradients and o
 import atexit
 import contextlib
 import functools
+import json
 import os
 import secrets
 import sys
@@ -27,6 +28,7 @@ from steady import UserError
 from steady.hardware import autocast, choose_device, choose_dtype
 from steady.recompute import repeated_blocks
 
+NAMES = ("out_dir", "wandb_project", "wandb_run_name")  # settings that change no computation
 PARAMS_PER_EXCHANGE = 2**27  # at most, with fsdp, unless a single block has more
 
 
@@ -74,20 +76,24 @@ def restarts() -> int:
 @functools.cache
 def launch() -> str:
     """A random token of this torchrun launch, the same for all its processes and after restarts;
-    "" without torchrun.
-
-    torchrun's own ID is "none" by default, and process IDs repeat in containers. So the first
-    process to ask draws the token and keeps it in the store of torchrun's agent.
-    """
+    "" without torchrun. (torchrun's own ID is "none" by default, and process IDs repeat in
+    containers.)"""
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return os.environ.get("TORCHELASTIC_RUN_ID", "")
+    return first_in_launch("launch", secrets.token_hex(16))
+
+
+def first_in_launch(key: str, value: str) -> str:
+    """The first `value` that a process of this torchrun launch had for `key`, before restarts too:
+    the store of torchrun's agent keeps it. Without one it is this value."""
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return value
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    token = secrets.token_hex(16)
     try:
         store = dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=60))
-        return store.compare_set("steady/launch", "", token).decode()
+        return store.compare_set(f"steady/{key}", "", value).decode()
     except RuntimeError:  # no store, no restart that could ask for it
-        return token
+        return value
 
 
 def on_one_machine() -> bool:
@@ -110,6 +116,7 @@ def this_process(
 
     Raises UserError when the variables are incomplete or contradict each other.
     """
+    require_torchrun()
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
     found = {name: os.environ[name] for name in names if name in os.environ}
     try:
@@ -128,6 +135,32 @@ def this_process(
     chosen = choose_device(device, local_rank if world_size > 1 else None)
     computed = choose_dtype(dtype, chosen, width if world_size == 1 else 0)
     return Process(rank, local_rank, world_size, parallel, chosen, computed)
+
+
+def require_torchrun() -> None:
+    """Raises UserError where srun or mpirun have started several processes without torchrun: each
+    would train the same run (F77)."""
+    tasks = {
+        "srun": os.environ.get("SLURM_STEP_NUM_TASKS") or os.environ.get("SLURM_NTASKS", "1"),
+        "mpirun": os.environ.get("OMPI_COMM_WORLD_SIZE") or os.environ.get("PMI_SIZE", "1"),
+    }
+    in_step = "SLURM_STEP_ID" in os.environ or os.environ.get("SLURM_PROCID", "0") != "0"
+    for starter, number in tasks.items():
+        if "RANK" in os.environ or not number.isdecimal() or int(number) < 2:
+            continue
+        if starter == "srun" and not in_step:
+            continue  # the script of a batch job itself, which is one process
+        nodes = os.environ.get("SLURM_NNODES", "1")
+        command = f"torchrun --standalone --nproc_per_node={number}"
+        if nodes not in ("", "1"):
+            command = (
+                "srun --ntasks-per-node=1 torchrun --nnodes=$SLURM_NNODES --nproc_per_node=GPUS "
+                "--rdzv_backend=c10d --rdzv_id=$SLURM_JOB_ID --rdzv_endpoint=FIRST_NODE:29500"
+            )
+        raise UserError(
+            f"{starter} has started {number} processes of this script, and each would train the "
+            f"same run: start it with {command} {os.path.basename(sys.argv[0])} ..."
+        )
 
 
 def check(process: Process, config: dict[str, Any], cuda_graphs: bool) -> None:
@@ -152,9 +185,14 @@ def check(process: Process, config: dict[str, Any], cuda_graphs: bool) -> None:
 
 
 def start(process: Process, config: dict[str, Any], cuda_graphs: bool = False) -> None:
-    """Join the other processes, if there are any, and check that all have the same settings."""
+    """Join the other processes, if there are any, and check that all have the same settings. What
+    are only NAMES, which a config file may compute from the clock, is the first process's
+    everywhere, and what it was before a restart of the launch (F73)."""
     check(process, config, cuda_graphs)  # before they meet, so that each prints its own error
     rank, world_size, backend = process.rank, process.world_size, config["backend"]
+    if process.master:
+        names = json.dumps({name: config[name] for name in NAMES if name in config})
+        config |= json.loads(first_in_launch("names", names))
     if world_size == 1:
         return
     port = os.environ.get("MASTER_PORT", "0")
@@ -186,6 +224,9 @@ def start(process: Process, config: dict[str, Any], cuda_graphs: bool = False) -
     sys.excepthook = show_error_and_exit
     configs: list[Any] = [None] * world_size
     dist.all_gather_object(configs, config)
+    names = {name: configs[0][name] for name in NAMES if name in config}
+    config |= names
+    configs = [c | names for c in configs]
     differing = [key for key in config if any(c.get(key) != config[key] for c in configs)]
     if differing:
         listed = "; ".join(f"{key} is {[c.get(key) for c in configs]}" for key in differing)

@@ -50,13 +50,19 @@ def claim(out_dir: Path) -> None:
             raise OSError(errno.ELOOP, "it is a link, which is not followed")
         with tempfile.TemporaryFile(dir=out_dir):
             pass
+    except OSError as error:
+        reason = "it is a file, not a folder" if out_dir.is_file() else error.strerror
+        raise UserError(f"cannot write to {out_dir}: {reason}") from None
+    try:
         flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0)
         lock = os.open(out_dir / ".lock", flags, 0o666)
     except OSError as error:
-        reason = "it is a file, not a folder" if out_dir.is_file() else error.strerror
+        reason = f"{error.strerror} (if no run is writing there, delete it)"
         if error.errno == errno.ELOOP:
-            reason = ".lock is a link, which is not followed"
-        raise UserError(f"cannot write to {out_dir}: {reason}") from None
+            reason = "it is a link, which is not followed"
+        raise UserError(f"cannot write to {out_dir / '.lock'}: {reason}") from None
+    with contextlib.suppress(OSError):  # whoever may write to the folder may lock it (F74)
+        os.fchmod(lock, 0o600 | os.stat(out_dir).st_mode & 0o066)
     try:
         if fcntl is None:
             raise OSError(errno.ENOLCK, "this system has no locks")
@@ -117,7 +123,7 @@ def hold_lock(out_dir: Path) -> None:
 
 def is_still(path: Path, opened: int) -> bool:
     """Whether `path` is what was opened by that name, and not another file or folder."""
-    with contextlib.suppress(FileNotFoundError):
+    with contextlib.suppress(OSError):
         return os.path.samestat(os.stat(path), os.fstat(opened))
     return False
 
@@ -139,9 +145,9 @@ def archive_previous_run(out_dir: Path, names: Sequence[str] = FILES) -> None:
         # those without a checkpoint go first: starts by mistake
         kept = sorted(archives(out_dir), key=lambda path: (path / "ckpt.pt").exists())
         for old in kept[:-KEPT_ARCHIVES]:
-            for name in FILES:
-                (old / name).unlink(missing_ok=True)
-            with contextlib.suppress(OSError):  # something of the user's is in it
+            with contextlib.suppress(OSError):  # another user's, or something else is in it
+                for name in FILES:
+                    (old / name).unlink(missing_ok=True)
                 old.rmdir()
         names = ", ".join(path.name for path in found)
         print(f"note: moved {names} to {aside}: this run does not go on from there")
@@ -174,7 +180,7 @@ def whole_file(path: Path, check: Callable[[Path], None] | None = None) -> Itera
         with open(temporary, "wb") as file:
             yield file
             file.flush()
-            os.fsync(file.fileno())
+            to_disk(file.fileno())
             if hasattr(os, "posix_fadvise"):  # so that `check` reads the disk, not what is cached
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         if check is not None:
@@ -186,9 +192,21 @@ def whole_file(path: Path, check: Callable[[Path], None] | None = None) -> Itera
             error.filename = str(path)  # the system's error about a full disk names no file
         raise
     if os.name == "posix":  # make the rename itself durable
-        folder = os.open(path.parent, os.O_RDONLY)
-        os.fsync(folder)
-        os.close(folder)
+        with contextlib.suppress(OSError):  # it has succeeded, whatever a file system says of this
+            folder = os.open(path.parent, os.O_RDONLY)
+            try:
+                os.fsync(folder)
+            finally:
+                os.close(folder)
+
+
+def to_disk(number: int) -> None:
+    """fsync, where the file system can do that."""
+    try:
+        os.fsync(number)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP):
+            raise
 
 
 def file_crc(path: str | Path) -> int:

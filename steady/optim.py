@@ -327,6 +327,41 @@ def learning_rate_at(step: int, config: dict[str, Any]) -> float:
     return floor + shape * (peak - floor)
 
 
+def schedule_note(config: dict[str, Any]) -> str | None:
+    """A line for a schedule that does not fit its run: the rate does not reach its peak, does not
+    come down to its end, or comes down long before the end. None if it fits."""
+    peak, floor, warmup = (config[k] for k in ("learning_rate", "min_lr", "warmup_iters"))
+    iterations, end = config["max_iters"], config["lr_decay_iters"]
+    if not 0 < iterations or peak == floor:
+        return None
+    if warmup >= iterations:
+        reached = learning_rate_at(iterations - 1, config) / peak
+        return (
+            f"note: warm-up takes {warmup} iterations, and the run has {iterations}: the learning "
+            f"rate ends at {reached:.0%} of its peak; use --warmup_iters={iterations // 20}"
+        )
+    if not config["decay_lr"] or not end:
+        return None
+    if end <= warmup:
+        return (
+            f"note: lr_decay_iters={end} is no later than the end of warm-up: the learning rate "
+            f"rises until iteration {warmup}, then it is min_lr={floor}"
+        )
+    if end < iterations:
+        return (
+            f"note: the learning rate stays at min_lr={floor} from iteration {end} to "
+            f"{iterations}; --lr_decay_iters=0 makes the schedule as long as the run"
+        )
+    if end > iterations:
+        last = learning_rate_at(iterations, config)
+        return (
+            f"note: lr_decay_iters={end} is later than the run's end: the learning rate ends at "
+            f"{last:.2e}, not at min_lr={floor}; --lr_decay_iters=0 makes the schedule as long as "
+            "the run"
+        )
+    return None
+
+
 def decay_start(config: dict[str, Any]) -> int | None:
     """The step at which wsd's decay begins: a run can be prolonged from a state that is no later.
     None for schedules that always fall, or never."""

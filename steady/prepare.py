@@ -30,7 +30,7 @@ import numpy as np
 
 from configurator import configure
 from steady import UserError, textfiles, visible
-from steady.folder import claim, file_crc, remove_temporary, whole_file
+from steady.folder import claim, file_crc, remove_temporary, to_disk, whole_file
 from steady.output import shown, waiting
 from steady.shuffle import scramble
 from steady.tokenizer import (
@@ -168,7 +168,7 @@ def complete(
         files["meta.json"].write(json.dumps(meta, indent=1).encode() + b"\n")
         for file in files.values():
             file.flush()
-            os.fsync(file.fileno())
+            to_disk(file.fileno())
     for split in SPLITS:
         print(f"{folder / split}.bin: {counts[split]['tokens']:,} tokens{replaced}")
     name = folder.name if folder.resolve().parent.name == "data" else folder
@@ -512,7 +512,7 @@ def make_shard(job: tuple) -> None:
             found = {s: (paths[s].name, w.counts()) for s, w in shard.writers.items()}
             for file in files.values():
                 file.flush()
-                os.fsync(file.fileno())
+                to_disk(file.fileno())
     except BaseException as error:
         for path in paths.values():
             path.unlink(missing_ok=True)

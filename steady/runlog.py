@@ -13,10 +13,11 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from configurator import architecture_note, batch_note, read_settings, resolve, schedule_note
+from configurator import architecture_note, batch_note, read_settings, resolve
 from steady import UserError, hardware, output
 from steady.distributed import ALONE, Process
 from steady.folder import hold_lock, whole_file
+from steady.optim import schedule_note
 
 
 class RunLog:

@@ -317,7 +317,7 @@ def encode_prompt(tokenizer: Tokenizer, text: str) -> list[int]:
     if begin is not None and ids[:1] != [begin]:
         ids = [begin, *ids]
     if not ids and end is None:
-        raise UserError("--start is empty: give the model at least one character to go on from")
+        raise UserError("it is empty: give the model at least one character to go on from")
     return ids or [end]
 
 

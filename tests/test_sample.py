@@ -76,7 +76,7 @@ def test_f43_greedy_no_top_k_and_a_prompt_longer_than_the_context(run, trained):
     ("argument", "message"),
     [
         ("--start=hello", "does not know 'ehlo'"),
-        ("--start=", "--start is empty"),
+        ("--start=", "--start: it is empty"),
         ("--start=\udcff", "is not UTF-8"),
         ("--top_k=-1", "top_k=-1 must be at least 0"),
         ("--temperature=-0.5", "temperature=-0.5 must be at least 0"),

@@ -374,7 +374,7 @@ def test_f65_in_a_prompt_the_end_of_text_is_the_token(tmp_path, gpt2_files):
     assert encode_prompt(byte, "<|endoftext|>a") == [256, 97]
     bos = load_tokenizer(f"hf:{with_bos(tmp_path / 'model')}")
     assert encode_prompt(bos, "") == [0] and encode_prompt(bos, "</s>") == [0, 1]
-    with pytest.raises(ValueError, match="--start is empty"):
+    with pytest.raises(ValueError, match="it is empty"):
         encode_prompt(CharTokenizer("ab"), "")
 
 

@@ -1070,7 +1070,8 @@ def test_a_schedule_shorter_than_the_run_is_said(run, sums, tmp_path):
         "note: the learning rate stays at min_lr=6e-05 from iteration 3 to 4; --lr_decay_iters=0 "
         "makes the schedule as long as the run\n"
     ) in shown
-    assert "note:" not in train(run, tmp_path / "as_long", sums, "--max_iters=4")
+    fits = "--max_iters=4", "--lr_decay_iters=0"
+    assert "note:" not in train(run, tmp_path / "as_long", sums, *fits)
     wrong = "--max_iters=4", "--lr_decay_iters=1", "--warmup_iters=3"
     assert "note: lr_decay_iters=1 is no later than the end" in train(
         run, tmp_path / "w", sums, *wrong

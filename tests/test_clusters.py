@@ -1,0 +1,290 @@
+"""Limited file systems, launches of several processes, shared folders, notebooks (F70 to F78)."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+from conftest import ROOT, TINY
+
+from configurator import read_settings, resolve
+from steady import UserError, checkpoint, distributed, folder
+from steady.optim import schedule_note
+
+HEADER = """#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <errno.h>
+#include <fcntl.h>
+#include <stdarg.h>
+#include <sys/stat.h>
+"""
+SHIMS = {  # file systems that cannot do something: CIFS, some of FUSE, WSL's drives, NFS
+    "no fsync on folders": """int fsync(int f) {
+        struct stat s; int (*r)(int) = dlsym(RTLD_NEXT, "fsync");
+        if (!fstat(f, &s) && S_ISDIR(s.st_mode)) { errno = EINVAL; return -1; } return r(f); }""",
+    "no fsync": "int fsync(int f) { errno = EOPNOTSUPP; return -1; }",
+    "no locks": """int fcntl64(int f, int c, ...) {
+        int (*r)(int, int, ...) = dlsym(RTLD_NEXT, "fcntl64");
+        va_list a; va_start(a, c); void *p = va_arg(a, void *); va_end(a);
+        if (c == F_SETLK || c == F_SETLKW) { errno = ENOLCK; return -1; } return r(f, c, p); }""",
+    "locks not supported": """int fcntl64(int f, int c, ...) {
+        int (*r)(int, int, ...) = dlsym(RTLD_NEXT, "fcntl64");
+        va_list a; va_start(a, c); void *p = va_arg(a, void *); va_end(a);
+        if (c == F_SETLK || c == F_SETLKW) { errno = EOPNOTSUPP; return -1; }
+        return r(f, c, p); }""",
+    "no modes": "int fchmod(int f, mode_t m) { errno = EPERM; return -1; }",
+}  # fmt: skip
+
+
+@pytest.mark.skipif(
+    not shutil.which("gcc") or sys.platform != "linux", reason="needs gcc and Linux"
+)
+@pytest.mark.parametrize("name", SHIMS)
+def test_f70_a_file_system_that_cannot_do_something_stops_nothing(sums, tmp_path, name):
+    (tmp_path / "shim.c").write_text(HEADER + SHIMS[name])
+    subprocess.run(["gcc", "-shared", "-fPIC", "-w", "-o", "shim.so", "shim.c", "-ldl"],
+                   cwd=tmp_path, check=True)  # fmt: skip
+    code = (
+        "import sys, runpy\n"
+        "for arguments in sys.argv[1].split('|'):\n"
+        "    sys.argv = arguments.split()\n"
+        "    try: runpy.run_path(sys.argv[0], run_name='__main__')\n"
+        "    except SystemExit as end: assert not end.code, end.code\n"
+    )
+    (tmp_path / "a.txt").write_text("text " * 99)
+    train = ["train.py", *TINY, f"--dataset={sums}", f"--out_dir={tmp_path / 'out'}"]
+    steps = [
+        ["data/text/prepare.py", f"--input={tmp_path / 'a.txt'}", "--tokenizer=byte",
+         f"--out={tmp_path / 'data'}"],
+        [*train, "--max_iters=2"], [*train, "--max_iters=3", "--init_from=resume"],
+    ]  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-c", code, "|".join(" ".join(step) for step in steps)], cwd=ROOT,
+        env=os.environ | {"LD_PRELOAD": str(tmp_path / "shim.so")}, capture_output=True, text=True,
+    )  # fmt: skip
+    shown = done.stdout + done.stderr
+    assert done.returncode == 0, shown
+    assert "warning" not in shown, shown
+    assert ("cannot be locked" in shown) is ("locks" in name)
+    assert checkpoint.load(tmp_path / "out" / "ckpt.pt")["iter_num"] == 3
+    assert json.loads((tmp_path / "data" / "meta.json").read_text())["tokens"]["train"] > 9
+
+
+def test_f70_a_disk_that_fails_is_still_an_error(tmp_path, monkeypatch):
+    def fail(number):
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(OSError, match="Input/output"), folder.whole_file(tmp_path / "a") as file:
+        file.write(b"x")
+    assert not list(tmp_path.iterdir())
+
+
+# ---- F73: one value per setting -----------------------------------------------------------------
+
+CLOCK = """
+import os, time
+out_dir = {out!r} + "/run-" + str(time.time_ns())
+wandb_run_name = "ft-" + str(time.time_ns())
+"""
+
+
+def torchrun(arguments, *flags, **options):
+    return subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", *flags, *arguments],
+        cwd=ROOT, capture_output=True, text=True, timeout=120, **options,
+    )  # fmt: skip
+
+
+def test_f73_a_clock_in_a_config_is_the_first_processs_and_of_the_first_start(sums, tmp_path):
+    """One of two processes is killed once: the restarted launch goes on in the first folder."""
+    out = tmp_path / "runs"
+    (tmp_path / "clock.py").write_text(CLOCK.format(out=str(out)))
+    (tmp_path / "train.py").write_text(
+        "import os, signal, sys\n"
+        f"sys.path.insert(0, {str(ROOT)!r})\n"
+        "if os.environ['RANK'] == '1' and os.environ['TORCHELASTIC_RESTART_COUNT'] == '0':\n"
+        "    from steady.runlog import RunLog\n"
+        "    from steady import checkpoint\n"
+        "    def die(*a, **k): os.kill(os.getpid(), signal.SIGKILL)\n"
+        "    from steady import optim\n"
+        "    real = optim.set_schedule\n"
+        "    def late(opt, step, config):\n"
+        "        if step == 6: die()\n"
+        "        return real(opt, step, config)\n"
+        "    optim.set_schedule = late\n"
+        f"path = {str(ROOT / 'train.py')!r}\n"
+        "exec(compile(open(path).read(), path, 'exec'), globals() | {'__file__': path})\n"
+    )
+    done = torchrun(
+        [str(tmp_path / "train.py"), str(tmp_path / "clock.py"), *TINY, f"--dataset={sums}",
+         "--max_iters=10", "--eval_interval=2", "--gradient_accumulation_steps=2"],
+        "--nproc_per_node=2", "--max_restarts=1",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert len(list(out.iterdir())) == 1, done.stdout
+    (run,) = out.iterdir()
+    assert checkpoint.load(run / "ckpt.pt")["iter_num"] == 10
+    assert f"going on from {run / 'ckpt.pt'} at iteration" in done.stdout
+
+
+def test_f73_other_settings_that_differ_are_printed(sums, tmp_path):
+    (tmp_path / "c.py").write_text("import os\nseed = int(os.environ['RANK']) + 7\n")
+    done = torchrun([str(ROOT / "train.py"), str(tmp_path / "c.py"), *TINY, f"--dataset={sums}",
+                     f"--out_dir={tmp_path / 'out'}", "--gradient_accumulation_steps=2"],
+                    "--nproc_per_node=2")  # fmt: skip
+    assert "the processes have different settings: seed is [7, 8]" in done.stderr
+
+
+# ---- F74: shared folders ------------------------------------------------------------------------
+
+
+def test_f74_a_lock_in_a_groups_folder_is_the_groups(tmp_path):
+    for mode, expected in ((0o775, 0o664), (0o700, 0o600), (0o777, 0o666)):
+        out = tmp_path / oct(mode)
+        out.mkdir()
+        out.chmod(mode)
+        before = os.umask(0o077)
+        try:
+            folder.claim(out)
+        finally:
+            os.umask(before)
+        assert (out / ".lock").stat().st_mode & 0o777 == expected
+
+
+def test_f74_the_file_that_cannot_be_opened_is_named(tmp_path, monkeypatch):
+    real = os.open
+
+    def refuse(path, *rest, **more):
+        if str(path).endswith(".lock"):
+            raise PermissionError(13, "Permission denied")
+        return real(path, *rest, **more)
+
+    monkeypatch.setattr(os, "open", refuse)
+    with pytest.raises(UserError, match=r"cannot write to .*/.lock: Permission denied \(if no run"):
+        folder.claim(tmp_path)
+
+
+# ---- F75: schedules -----------------------------------------------------------------------------
+
+DEFAULTS = resolve(read_settings(ROOT / "train.py"), [])
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"max_iters": 300}, "ends at 15% of its peak; use --warmup_iters=15"),
+        ({"max_iters": 300, "lr_decay_iters": 0}, "ends at 15% of its peak"),
+        ({"max_iters": 300, "decay_lr": False}, "ends at 15% of its peak"),
+        ({"max_iters": 300, "lr_schedule": "wsd", "lr_decay_iters": 0}, "ends at 15% of its peak"),
+        ({"max_iters": 9000, "lr_decay_iters": 5000}, "stays at min_lr=6e-05 from iteration 5000"),
+        ({"max_iters": 9000, "lr_decay_iters": 90000}, "is later than the run's end: .* not at "),
+        ({"max_iters": 9000, "lr_decay_iters": 1000}, "is no later than the end of warm-up"),
+        ({"max_iters": 9000, "lr_decay_iters": 0}, None),
+        ({"max_iters": 9000, "lr_decay_iters": 9000}, None),
+        ({"max_iters": 9000, "decay_lr": False}, None),
+    ],
+)  # fmt: skip
+def test_f75_a_schedule_that_does_not_fit_its_run_gets_a_note(change, words):
+    import re
+
+    note = schedule_note(DEFAULTS | {"warmup_iters": 2000} | change)
+    assert note is None if words is None else re.search(words, note), note
+
+
+# ---- F76: plots of runs of one name -------------------------------------------------------------
+
+
+def test_f76_runs_are_told_apart_by_the_shortest_names(run, tmp_path, monkeypatch):
+    pyplot = pytest.importorskip("matplotlib.pyplot")
+    entry = {"iter": 0, "loss": 1.0, "lr": 1e-3, "ms": 1.0, "tokens_per_s": 1.0}
+    for name in ("a/one", "a/two", "b/one"):
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / "metrics.jsonl").write_text(json.dumps(entry) + "\n")
+
+    def labels(*paths):
+        run("plot.py", *paths, f"--png={tmp_path / 'a.png'}")
+        lines = pyplot.gcf().axes[0].lines
+        assert len({line.get_color() for line in lines}) == len(lines)
+        return [line.get_label().partition(":")[0] for line in lines]
+
+    assert labels(tmp_path / "a/one", tmp_path / "a/two") == ["one", "two"]
+    assert labels(tmp_path / "a/one", tmp_path / "b/one", tmp_path / "a/two") == [
+        "a/one", "b/one", "two"]  # fmt: skip
+    monkeypatch.chdir(tmp_path / "a" / "one")
+    assert labels(".") == ["one"]
+
+
+# ---- F77: srun and mpirun -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("variables", "words"),
+    [
+        ({"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_ID": "0", "SLURM_PROCID": "0"},
+         "srun has started 2 processes .*torchrun --standalone --nproc_per_node=2"),
+        ({"SLURM_NTASKS": "4", "SLURM_PROCID": "3"}, "srun has started 4 processes"),
+        ({"SLURM_STEP_NUM_TASKS": "4", "SLURM_STEP_ID": "0", "SLURM_NNODES": "2"},
+         "srun --ntasks-per-node=1 torchrun --nnodes="),
+        ({"OMPI_COMM_WORLD_SIZE": "2"}, "mpirun has started 2 processes"),
+        ({"PMI_SIZE": "2"}, "mpirun has started 2 processes"),
+        ({"SLURM_NTASKS": "4", "SLURM_PROCID": "0"}, None),  # the batch script itself
+        ({"SLURM_STEP_NUM_TASKS": "1", "SLURM_STEP_ID": "0"}, None),
+        ({"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_ID": "0", "RANK": "0", "LOCAL_RANK": "0",
+          "WORLD_SIZE": "1"}, None),  # torchrun within srun
+    ],
+)  # fmt: skip
+def test_f77_without_torchrun_the_command_to_use_is_named(monkeypatch, variables, words):
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    if words is None:
+        assert distributed.this_process().world_size == 1
+        return
+    with pytest.raises(UserError, match=words):
+        distributed.this_process()
+
+
+# ---- F78: configs as people write them ----------------------------------------------------------
+
+
+def test_f78_a_star_import_and_carriage_returns(run, sums, tmp_path):
+    (tmp_path / "base.py").write_text(
+        "import time\nfrom math import sqrt\nmax_iters = 2\nclass Helper: pass\n"
+    )
+    (tmp_path / "star.py").write_bytes(b"from base import *\r\nseed = 8\r\n")
+    run("train.py", *TINY, f"{tmp_path / 'star.py'}\r", f"--dataset={sums}\r", "--eval_iters=1\r",
+        f"--out_dir={tmp_path / 'out'}\r")  # fmt: skip
+    saved = checkpoint.load(tmp_path / "out" / "ckpt.pt")
+    assert (saved["iter_num"], saved["config"]["seed"]) == (2, 8)
+    (tmp_path / "base.py").write_text("max_itres = 2\n")
+    sys.modules.pop("base")
+    with pytest.raises(ValueError, match="unknown setting 'max_itres' in"):
+        run("train.py", str(tmp_path / "star.py"))
+    sys.modules.pop("base")
+
+
+def test_f78_a_script_may_be_executed_in_a_notebook(sums, tmp_path):
+    code = (
+        "import sys, types\n"
+        "sys.modules['ipykernel'] = types.ModuleType('ipykernel')\n"
+        "sys.argv = ['ipykernel_launcher.py', '-f', '/tmp/kernel.json']\n"
+        "source = open('train.py').read()\n"
+        f"paths = {(str(sums), str(tmp_path / 'out'))!r}\n"
+        "source = source.replace('dataset = \"openwebtext\"', f'dataset = {paths[0]!r}')\n"
+        "source = source.replace('out_dir = \"out\"', f'out_dir = {paths[1]!r}')\n"
+        "for old, new in ("
+        "('max_iters = 600000', 'max_iters = 2'), ('n_embd = 768', 'n_embd = 16'),"
+        "('n_layer = 12', 'n_layer = 1'), ('n_head = 12', 'n_head = 2'),"
+        "('block_size = 1024', 'block_size = 8'), ('eval_iters = 200', 'eval_iters = 1'),"
+        "('compile = True', 'compile = False'), ('steps = 40', 'steps = 1')):\n"
+        "    source = source.replace(old, new)\n"
+        "namespace = {}\n"
+        "exec(source, namespace)\n"
+        "print(namespace['__file__'])\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip().endswith("train.py")
+    assert (tmp_path / "out" / "ckpt.pt").exists()
