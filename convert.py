@@ -193,17 +193,26 @@ def read_pretrained(source: str) -> Pretrained:
     return Pretrained(model_config, weights, hf_tokenizer_meta(folder), came_with)
 
 
+def read_run(source: Path) -> Pretrained:
+    """The weights of a run of train.py's, from its folder or a checkpoint in it."""
+    path = source if source.is_file() else checkpoint.find(source)
+    saved = checkpoint.load(path)
+    model_config = checkpoint.architecture(saved, GPTConfig, path).settings()
+    came_with = saved["pretrained"] or {"dtype": "float32"}
+    if os.environ.get("RANK", "0") == "0":
+        print(f"note: the weights of {path} and a new optimizer; to go on with that run, use "
+              f"--out_dir={path.parent} --init_from=resume")  # fmt: skip
+    return Pretrained(model_config, saved["model"], saved["tokenizer"], came_with)
+
+
 def start_from(source: str, data: DataSet, block_size: int, dropout: float) -> Start:
     """How a run begins that finetunes the model from `source` on `data`.
 
     Raises UserError unless the model can be trained on such data.
     """
-    run = Path(source).parent if Path(source).is_file() else Path(source)
-    if (run / "ckpt.pt").is_file() and not (run / "config.json").is_file():
-        raise UserError(
-            f"{source} is a run of train.py's: go on with it by --out_dir={run} --init_from=resume"
-        )
-    pretrained = read_pretrained(source)
+    run = Path(source)
+    is_run = run.is_file() or (run / "ckpt.pt").is_file() and not (run / "config.json").is_file()
+    pretrained = read_run(run) if is_run else read_pretrained(source)
     longest = pretrained.model_config["block_size"]
     if block_size > longest:
         raise UserError(

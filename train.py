@@ -34,7 +34,9 @@ from steady.stop import Saving, StopRequest, stopped
 
 # output and evaluation
 out_dir = "out"  # folder of the checkpoints and metrics.jsonl
-init_from = "scratch"  # scratch, resume (out_dir/ckpt.pt), or a Hugging Face model's folder or id
+init_from = (
+    "scratch"  # scratch, resume (out_dir/ckpt.pt), or weights: a run's folder, a hub's model
+)
 eval_interval = 2000  # iterations between evaluations, after which it saves; 0: only a last save
 eval_iters = 200  # batches of batch_size sequences from each split, always the same sequences
 eval_only = False  # evaluate once and exit

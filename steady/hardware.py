@@ -39,9 +39,21 @@ PEAK_FLOPS = {
     "V100S": 130e12,
     "V100": 125e12,
     "T4": 65e12,
-    "RTX 4090": 165e12,
-    "RTX 3090": 71e12,
 }
+# Consumer cards: dense, float32 sums, which their tensor cores do at twice the float32 rate of the
+# shaders: "Peak BF16 Tensor TFLOPS with FP32 Accumulate" in NVIDIA's architecture white papers
+# "GA102" (30), "Ada" (40) and "RTX Blackwell" (50), appendix A; cards that these leave out by twice
+# the shaders' TFLOPS of their product pages.
+PEAK_FLOPS |= {
+    f"RTX {name}": tflops * 1e12
+    for name, tflops in {
+        "5090": 209.5, "5080": 112.6, "5070 Ti": 87.9, "5070": 61.7, "5060 Ti": 47.4, "5060": 38.4,
+        "4090": 165.2, "4080 SUPER": 104.4, "4080": 97.5, "4070 Ti SUPER": 88.2, "4070 Ti": 80.2,
+        "4070 SUPER": 71.0, "4070": 58.3, "4060 Ti": 44.1, "4060": 30.2,
+        "3090 Ti": 80.0, "3090": 71.2, "3080 Ti": 68.2, "3080": 59.5, "3070 Ti": 43.5,
+        "3070": 40.6, "3060 Ti": 32.4, "3060": 25.5,
+    }.items()
+}  # fmt: skip
 
 
 def choose_device(name: str = "auto", local_rank: int | None = None) -> torch.device:
@@ -143,7 +155,7 @@ def peak_flops(device: torch.device, dtype: torch.dtype, devices: int = 1) -> fl
         return None
     name = torch.cuda.get_device_name(device)
     for key, peak in PEAK_FLOPS.items():
-        if re.search(rf"\b{key}\b(?! (Laptop|D|Ti)\b)", name):  # those are other GPUs
+        if re.search(rf"\b{key}\b(?! (Laptop|D|Ti|SUPER)\b)", name):  # those are other GPUs
             return devices * peak
     return None
 

@@ -315,3 +315,17 @@ def test_convert_says_what_is_missing(run, tmp_path):
         run("convert.py", f"--out_dir={tmp_path}")
     with pytest.raises(ValueError, match="no checkpoint at"):
         run("convert.py", f"--out_dir={tmp_path}", f"--to={tmp_path / 'to'}")
+
+
+def test_a_run_of_ones_own_is_finetuned_with_a_new_optimizer(run, sums, tmp_path):
+    train = ["train.py", *TINY, f"--dataset={sums}"]
+    run(*train, f"--out_dir={tmp_path / 'a'}", "--max_iters=3")
+    before = checkpoint.load(tmp_path / "a" / "ckpt.pt")
+    for source in ("a", "a/ckpt.pt"):
+        shown = run(*train, f"--out_dir={tmp_path / 'b'}", f"--init_from={tmp_path / source}",
+                    "--learning_rate=1e-12", "--min_lr=0", "--max_iters=1")  # fmt: skip
+        assert "and a new optimizer; to go on with that run, use --out_dir=" in shown
+        after = checkpoint.load(tmp_path / "b" / "ckpt.pt", checkpoint.EVERYTHING)
+        assert after["iter_num"] == 1 and after["sequences"] == before["sequences"] // 3
+        for name, weight in after["model"].items():
+            assert torch.allclose(weight, before["model"][name], atol=1e-6), name

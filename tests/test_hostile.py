@@ -2,11 +2,12 @@
 
 import json
 import os
+import subprocess
 import sys
 
 import pytest
 import torch
-from conftest import SUMS, TINY
+from conftest import ROOT, SUMS, TINY
 
 from model import GPT, GPTConfig
 from steady import checkpoint, folder, output, visible
@@ -112,10 +113,11 @@ def test_f86_state_of_another_kind_is_one_line(run, sums, tmp_path, key, value, 
 
 def test_f84_a_tokenizer_with_an_id_beyond_all_measure_is_refused(tmp_path):
     tokenizers = pytest.importorskip("tokenizers")
-    made = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "b": 2**30}, unk_token="a"))
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "b": 1}, unk_token="a"))
+    content = made.to_str().replace('"b":1', f'"b":{2**30}')
     with pytest.raises(ValueError, match="has id 1073741824, but 2 tokens"):
-        HFTokenizer(made.to_str())
-    (tmp_path / "tokenizer.json").write_text(made.to_str())
+        HFTokenizer(content)
+    (tmp_path / "tokenizer.json").write_text(content)
     with pytest.raises(ValueError, match="tokenizer.json: .*has id 1073741824"):
         hf_tokenizer_meta(tmp_path)
 
@@ -357,6 +359,17 @@ def test_f88_evaluations_saves_and_checks_are_waited_for_with_progress(
     )
     shown = run("train.py", *arguments, "--max_iters=2", "--init_from=resume")
     assert f"going on from {tmp_path / 'ckpt.pt'} at iteration 1" in shown
+
+
+def test_f88_users_do_not_see_torchs_future_warnings():
+    code = (
+        "import steady, warnings\n{}\nwarnings.warn('later', FutureWarning)\n"
+        "warnings.warn('now', UserWarning)"
+    )
+    for start, seen in (("steady.start_script()", False), ("", True)):
+        done = subprocess.run([sys.executable, "-c", code.format(start)], cwd=ROOT,
+                              capture_output=True, text=True)  # fmt: skip
+        assert ("later" in done.stderr) is seen and "now" in done.stderr
 
 
 def test_at_most_two_earlier_runs_are_kept(run, sums, tmp_path):

@@ -82,3 +82,11 @@ def test_bad_input_is_one_line(run, tmp_path):
         run("plot.py", tmp_path, "--smooth=1e308")
     with pytest.raises(ValueError, match="cannot write --png=.*xyz: Format 'xyz'"):
         run("plot.py", tmp_path / "out", f"--png={tmp_path}/runs.xyz")
+
+
+def test_a_resume_makes_no_kink_in_time():
+    """Its first step compiles again."""
+    step = {"loss": 1.0, "tokens_per_s": 1000.0}
+    entries = [{"iter": i, "ms": 20_000.0 if i == 50 else 100.0} | step for i in range(100)]
+    seconds, _ = training_clock(entries)
+    assert seconds == pytest.approx([i / 10 for i in range(101)])
