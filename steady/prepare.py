@@ -190,9 +190,16 @@ def unigram_entropy(path: str, tokenizer: Tokenizer) -> float:
 
 
 def require_ours(folder: Path) -> None:
-    """Raises UserError where a meta.json would be replaced that describes no data set."""
+    """Raises UserError where a meta.json would be replaced that describes no data set, or token
+    files that none describes (nanoGPT's, unless its meta.pkl asks for a new one)."""
     path = folder / "meta.json"
     if not os.path.lexists(path):
+        bare = folder / "train.bin"
+        if bare.is_file() and not bare.is_symlink() and not (folder / "meta.pkl").exists():
+            raise UserError(
+                f"{bare} is there without a meta.json, as nanoGPT's are: move it, or use another "
+                "--out"
+            )
         return
     with contextlib.suppress(OSError, ValueError):
         meta = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
@@ -287,8 +294,10 @@ def prepare_from_files(
         # a single text file is one long document, as nanoGPT's data sets are
         several = len(paths) > 1 or any(part.kind != "text" for part in groups[0])
         chosen: Tokenizer = CharTokenizer("".join(map(chr, np.flatnonzero(seen))), ends=several)
-    elif tokenizer.startswith("bpe:"):
+    elif tokenizer.startswith("bpe:") and not special_tokens:
         chosen = own_bpe(folder, tokenizer, groups, column, skip_bad_rows)
+    elif special_tokens and tokenizer.startswith("bpe:"):
+        raise UserError("special_tokens=True is for gpt2 and hf: tokenizers, a new BPE has none")
     else:
         chosen = load_tokenizer(tokenizer, special_tokens)
     if special_tokens and not getattr(chosen, "special_tokens", False):
@@ -330,9 +339,10 @@ def own_bpe(
     size = name.partition(":")[2]
     if not size.isdigit():
         raise UserError(f"unknown tokenizer={name!r}: write the vocabulary's size, as in bpe:8192")
-    theirs, ours = folder / "tokenizer.json", folder / "meta.json"
-    if os.path.lexists(theirs) and read_json(ours).get("tokenizer") != "hf":
-        raise UserError(f"{theirs} is there and of no data set: move it, or use another --out")
+    ours, theirs = read_json(folder / "meta.json").get("json"), folder / "tokenizer.json"
+    for path in (theirs, folder / "tokenizer_config.json"):
+        if os.path.lexists(path) and (not ours or json.loads(ours) != read_json(theirs)):
+            raise UserError(f"{path} is there and of no data set: move it, or use another --out")
     claim(folder / SHARDS)
     meta = {"size": int(size), "parts": hashlib.sha256(repr(groups).encode()).hexdigest()}
     kept = folder / SHARDS / "tokenizer"
@@ -344,6 +354,8 @@ def own_bpe(
     texts = texts_of(groups[::every], column, skip_bad_rows, "reading, to train the tokenizer")
     trained = train_bpe((text[i : i + PIECE] for text in texts for i in range(0, len(text), PIECE)),
                         int(size))  # fmt: skip
+    if trained.vocab_size < int(size):
+        print(f"note: the texts give {trained.vocab_size} tokens, not {size}")
     kept.mkdir(exist_ok=True)
     write_hf_tokenizer(trained.meta(), kept)
     with whole_file(kept / "of.json") as file:
@@ -445,15 +457,15 @@ def write_in_shards(
             del total["bytes"]
         return total
 
+    rows = [row for record in records[:used] for row in record.read()["skipped"]]
+    if rows:
+        print(visible("\n".join(rows[:10] + (["..."] if len(rows) > 10 else []))))
+        print(f"warning: {len(rows):,} rows without text were left out")
     try:
         complete(folder, tokenizer, join)
     except UserError:
         shutil.rmtree(shards)  # parts of nothing: they would stand in the way of more text
         raise
-    rows = [row for record in records[:used] for row in record.read()["skipped"]]
-    if rows:
-        print(visible("\n".join(rows[:10] + (["..."] if len(rows) > 10 else []))))
-        print(f"warning: {len(rows):,} rows without text were left out")
     if (shards / "tokenizer").exists():
         for path in (shards / "tokenizer").glob("tokenizer*.json"):
             os.replace(path, folder / path.name)
@@ -636,10 +648,13 @@ def write_text(writer: TokenWriter, part: textfiles.Part, tokenizer: Tokenizer) 
             writer.bytes += len(chunk) if chunk.isascii() else len(chunk.encode())
             yield chunk
 
-    writer.append(writer.begin if part.begins else [])
+    begin, end = writer.begin * part.begins, writer.end * part.ends
     try:
         for ids in encode_pieces(tokenizer, counted(), before, after):
-            writer.append(ids)
+            if writer.chat and list(ids[:1]) == begin:  # the text spells it itself
+                begin = []
+            writer.append(begin, ids)
+            begin, last = [], list(ids[-1:])
     except UserError as error:
         raise UserError(f"{part.path}: {error}") from None
-    writer.append(writer.end if part.ends else [])
+    writer.append([] if writer.chat and last == end else end)

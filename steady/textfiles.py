@@ -191,27 +191,28 @@ def text_parts(
         for split, start, stop in (("train", begin, cut), ("val", cut, total)):
             borders = [start]
             while not packed and borders[-1] + 2 * PART_BYTES < stop:
-                middle = borders[-1] + PART_BYTES
-                file.seek(middle - 2 * WINDOW)
-                window, left = window_around(file.read(4 * WINDOW), 2 * WINDOW)
+                reach = borders[-1] + PART_BYTES - 2 * WINDOW
+                file.seek(reach)
+                window, begins = window_around(file.read(4 * WINDOW), 2 * WINDOW)
                 at = seam(window)
                 if at is None:  # none here: this part is longer
                     break
-                borders.append(middle - left + len(window[:at].encode()))
+                borders.append(reach + begins + len(window[:at].encode()))
             for first, last in zip(borders, [*borders[1:], stop], strict=True):
                 yield Part(path, "text", first, last, split=split, begins=first == start,
                            ends=last == stop, size=int((last - first) * share))  # fmt: skip
 
 
 def window_around(block: bytes, middle: int) -> tuple[str, int]:
-    """WINDOW characters, or fewer, on each side of the byte `middle` of a block of a text, and how
-    many bytes the first side takes."""
+    """WINDOW characters, or fewer, on each side of the byte `middle` of a block of a text, and at
+    which byte of the block they begin."""
     while block[middle] & 0xC0 == 0x80:
         middle -= 1
     before = block[:middle].decode("utf-8", errors="ignore")[-WINDOW:]
     after = block[middle:].decode("utf-8", errors="ignore")[:WINDOW]
     n = min(len(before), len(after))
-    return before[len(before) - n :] + after[:n], len(before[len(before) - n :].encode())
+    before = before[len(before) - n :]
+    return before + after[:n], middle - len(before.encode())
 
 
 class BadRow(Exception):
@@ -244,7 +245,10 @@ def json_rows(part: Part, column: str) -> Iterator[tuple[int, str, str, str | No
         left = part.stop - part.start
         for row, line in enumerate(file, part.first_row):
             if line.strip():
-                yield row, f"line {row + 1}", *text_in_line(line, column)
+                text, problem = text_in_line(line, column)
+                if problem and row == 0 and ".json" in part.path.suffixes:
+                    problem += "; a .json file has a row per line, or is a list of rows"
+                yield row, f"line {row + 1}", text, problem
             left -= len(line)
             if left <= 0 and not packed:
                 break
@@ -282,8 +286,16 @@ def list_items(file: io.TextIOWrapper) -> Iterator[Any]:
     decoder, text, size = json.JSONDecoder(), file.read(READ_BYTES).lstrip()[1:], READ_BYTES
     while True:
         text = text.lstrip(" \t\r\n,")
-        if text[:1] == "]":
-            return
+        if text[:1] == "]":  # of one list: there may be another
+            text = text[1:].lstrip()
+            while not text and (more := file.read(READ_BYTES)):
+                text = more.lstrip()
+            if not text:
+                return
+            if text[0] != "[":
+                raise ValueError(f"something follows the list: {shown(text, 40)!r}")
+            text = text[1:]
+            continue
         try:
             item, end = decoder.raw_decode(text)
         except ValueError as error:
@@ -302,16 +314,31 @@ def csv_rows(part: Part, column: str) -> Iterator[tuple[int, str, str, str | Non
     with open_bytes(part.path) as file:
         # bytes that are no UTF-8 become halves of characters, and so bad rows
         text = io.TextIOWrapper(file, "utf-8-sig", errors="surrogateescape", newline="")
-        reader = csv.reader(text, delimiter="\t" if inner.suffix.lower() == ".tsv" else ",")
+        # strict: a quote that is never closed would make one row of all that follow
+        delimiter = "\t" if inner.suffix.lower() == ".tsv" else ","
+        reader = csv.reader(text, delimiter=delimiter, strict=True)
         header = next(reader, [])
         if column not in header:
             raise BadRow(
                 f"rows without {column!r}, only {shown(', '.join(header))}: pass --column=NAME"
             )
         at = header.index(column)
-        for row, fields in enumerate(filter(None, reader)):
+        for row, fields in enumerate(filter(None, closed(reader))):
             found = fields[at] if at < len(fields) else None
             yield row, f"line {reader.line_num}", *checked(found, column)
+
+
+def closed(reader: Any) -> Iterator[list[str]]:
+    """The rows of a csv.reader; raises ValueError that names the line of a wrong quote."""
+    begins = reader.line_num + 1
+    try:
+        for row in reader:
+            yield row
+            begins = reader.line_num + 1
+    except csv.Error as error:
+        raise ValueError(
+            f"{error} in the row that begins at line {begins}: check its quotes"
+        ) from None
 
 
 def parquet_rows(part: Part, column: str) -> Iterator[tuple[int, str, str, str | None]]:
@@ -352,10 +379,12 @@ def text_chunks(part: Part) -> tuple[Iterator[str], str, str]:
 
     def chunks() -> Iterator[str]:
         decoder, left = codecs.getincrementaldecoder("utf-8")(), part.stop - part.start
+        position = part.start
         try:
             with open_bytes(part.path) as file:
                 skip(file, part.start)
                 while block := file.read(min(READ_BYTES, left)):
+                    position = part.stop - left - len(decoder.getstate()[0])
                     left -= len(block)
                     text = decoder.decode(block, final=not left)
                     if "\0" in text:
@@ -364,7 +393,10 @@ def text_chunks(part: Part) -> tuple[Iterator[str], str, str]:
             if left:
                 raise ValueError("it has become shorter")
         except UnicodeDecodeError as error:
-            raise UserError(f"cannot read {part.path} as UTF-8 text: {error}") from None
+            raise UserError(
+                f"cannot read {part.path} as UTF-8 text: {error.reason} at byte "
+                f"{position + error.start}"
+            ) from None
         except (OSError, EOFError, ValueError) as error:
             raise UserError(f"cannot read {part.path}: {error}") from None
 

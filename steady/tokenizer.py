@@ -421,7 +421,8 @@ def hf_tokenizer_meta(folder: Path) -> dict[str, Any]:
 
     def id_of(key: str, content: dict[str, Any]) -> int | None:
         token = content.get(key)
-        return vocabulary.get(str(token.get("content") if isinstance(token, dict) else token))
+        token = token.get("content") if isinstance(token, dict) else token
+        return vocabulary.get(token) if isinstance(token, str) else None
 
     ends = []
     for name in ("config.json", "generation_config.json"):
@@ -436,13 +437,25 @@ def hf_tokenizer_meta(folder: Path) -> dict[str, Any]:
     ends.append(id_of("eos_token", settings))
     ends.append(id_of("eos_token", read_json(folder / "special_tokens_map.json")))
     ends = list(dict.fromkeys(id for id in ends if id is not None))
-    template = tokenizer.tokenizer.encode("").ids  # with special tokens: what it adds to a text
-    begin = template[0] if template and template[0] not in ends else None
+    before, after = added_by_template(tokenizer)
+    ends += after[:1] if not ends else []
+    begin = before[0] if before and before[0] not in ends else None
     if isinstance(settings.get("add_bos_token"), bool):
         begin = id_of("bos_token", settings) if settings["add_bos_token"] else None
     return tokenizer.meta() | {
         "begin_of_text": begin, "end_of_text": ends[0] if ends else None, "stop_tokens": ends,
     }  # fmt: skip
+
+
+def added_by_template(tokenizer: HFTokenizer) -> tuple[list[int], list[int]]:
+    """The ids that a tokenizer's template puts before and after a text."""
+    for text in ("a", "1", "."):
+        whole = tokenizer.tokenizer.encode(text).ids
+        bare = tokenizer.tokenizer.encode(text, add_special_tokens=False).ids
+        for i in range(len(whole) - len(bare) + 1 if bare else 0):
+            if whole[i : i + len(bare)] == bare:
+                return whole[:i], whole[i + len(bare) :]
+    return tokenizer.tokenizer.encode("").ids, []
 
 
 def write_hf_tokenizer(

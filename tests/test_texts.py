@@ -637,6 +637,109 @@ def test_line_ends_stay_as_they_are(tmp_path, tokenizer, gpt2_files):
     assert shown.replace("<|endoftext|>", "") == text
 
 
+# ---- what a reviewer found ----------------------------------------------------------------------
+
+
+def test_f62_a_token_spelled_none_is_no_end_of_text(tmp_path):
+    """str(None) looks it up where a file or key is missing."""
+    made = tokenizers.Tokenizer(
+        tokenizers.models.WordLevel({"None": 0, "a": 1, "<s>": 2, "</s>": 3}, unk_token="a")
+    )
+    made.save(str(tmp_path / "tokenizer.json"))
+    for settings, expected in (({}, None), ({"eos_token": None}, None), ({"eos_token": "</s>"}, 3),
+                               ({"add_bos_token": True, "eos_token": "</s>"}, 3)):  # fmt: skip
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+        tokenizer = load_tokenizer(f"hf:{tmp_path}")
+        assert tokenizer.end_of_text == expected and tokenizer.begin_of_text is None
+        assert tokenizer.stop_tokens == ([] if expected is None else [expected])
+
+
+def test_f61_a_template_that_appends_a_token_prepends_none(tmp_path):
+    """As T5's."""
+    made = byte_level(["<pad>", "</s>"])
+    made.post_processor = tokenizers.processors.TemplateProcessing(
+        single="$A </s>", special_tokens=[("</s>", 1)]
+    )
+    made.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = load_tokenizer(f"hf:{tmp_path}")
+    assert (tokenizer.begin_of_text, tokenizer.end_of_text) == (None, 1)
+
+
+@pytest.mark.parametrize("shift", range(3))
+@pytest.mark.parametrize("name", ["gpt2", "byte", "byte-level"])
+def test_f69_a_part_may_begin_within_a_character(tmp_path, monkeypatch, gpt2_files, name, shift):
+    text = "x" * shift + "日本語 hello world " * 3000
+    (tmp_path / "a.txt").write_text(text)
+    byte_level(["</s>"]).save(str(tmp_path / "tokenizer.json"))
+    kind = f"hf:{tmp_path}" if name == "byte-level" else name
+    monkeypatch.setattr(textfiles, "PART_BYTES", 20_000)
+    prepare_from_files(tmp_path / "out", kind, [tmp_path / "a.txt"])
+    tokenizer = from_meta(read_meta(tmp_path / "out"))
+    content = text.encode()
+    cut = int(len(content) * 0.9)
+    while content[cut] & 0xC0 == 0x80:
+        cut += 1
+    end = [] if tokenizer.end_of_text is None else [tokenizer.end_of_text]
+    assert read(tmp_path / "out", "train") == tokenizer.encode(content[:cut].decode()) + end
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.tsv", 'id\ttext\n1\tplain\n2\t"so it goes\n' + "3\tplain\n" * 50,
+         "unexpected end of data in the row that begins at line 3: check its quotes"),
+        ("a.json", '[{"text": "a"}] tail', "something follows the list: 'tail'"),
+        ("a.json", '{\n "text": "a"\n}', "a .json file has a row per line, or is a list of rows"),
+        ("a.txt", b"a" * 70_000 + b"\xff" + b"a" * 50, "invalid start byte at byte 70000"),
+    ],
+)  # fmt: skip
+def test_f67_what_is_cut_short_or_follows_is_named(run, tmp_path, name, content, message):
+    content = content if isinstance(content, bytes) else content.encode()
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ValueError, match=message):
+        run("data/text/prepare.py", f"--input={tmp_path / name}", "--tokenizer=byte",
+            f"--out={tmp_path / 'out'}", "--val_fraction=0.001")  # fmt: skip
+
+
+def test_f67_lists_may_follow_each_other(run, tmp_path):
+    rows = json.dumps([{"text": "a"}] * 20)
+    (tmp_path / "a.json").write_text(f"{rows}\n{rows}\n")
+    run("data/text/prepare.py", f"--input={tmp_path / 'a.json'}", "--tokenizer=byte",
+        f"--out={tmp_path / 'out'}")  # fmt: skip
+    assert (read(tmp_path / "out", "train") + read(tmp_path / "out", "val")).count(256) == 40
+
+
+def test_f65_no_token_of_a_text_file_is_doubled(tmp_path, gpt2_files):
+    (tmp_path / "a.txt").write_text("one<|endoftext|>" * 20)
+    prepare_from_files(tmp_path / "out", "gpt2", [tmp_path / "a.txt"], special_tokens=True)
+    assert read(tmp_path / "out", "train")[-2:] != [50256, 50256]
+    assert read(tmp_path / "out", "val")[-2:] == [505, 50256]
+    assert read(tmp_path / "out", "val").count(50256) == 2
+
+
+def test_f83_other_peoples_token_files_and_tokenizers_stay(run, tmp_path):
+    (tmp_path / "a.txt").write_text("some text " * 99)
+    nano = tmp_path / "nano"
+    nano.mkdir()
+    (nano / "train.bin").write_bytes(b"precious")
+    arguments = ["data/text/prepare.py", f"--input={tmp_path / 'a.txt'}"]
+    with pytest.raises(ValueError, match="train.bin is there without a meta.json, as nanoGPT's"):
+        run(*arguments, "--tokenizer=byte", f"--out={nano}")
+    assert (nano / "train.bin").read_bytes() == b"precious"
+    model = tmp_path / "model"
+    model.mkdir()
+    byte_level(["</s>"]).save(str(model / "tokenizer.json"))
+    before = (model / "tokenizer.json").read_bytes()
+    run(*arguments, f"--tokenizer=hf:{model}", f"--out={model}")
+    (model / "tokenizer.json").write_bytes(before + b" ")  # the user's, who may change it
+    (model / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
+    meta = json.loads((model / "meta.json").read_text())
+    (model / "meta.json").write_text(json.dumps(meta | {"json": "{}"}))
+    with pytest.raises(ValueError, match="tokenizer.json is there and of no data set"):
+        run(*arguments, "--tokenizer=bpe:300", f"--out={model}")
+    assert (model / "tokenizer.json").read_bytes() == before + b" "
+
+
 # ---- F80: killed preparations -----------------------------------------------------------------
 
 SLOW = """
