@@ -96,7 +96,11 @@ class RMSNorm(nn.Module):
     def __init__(self, size: int, eps: float):
         super().__init__()
         self.eps = eps
-        self.weight = nn.Parameter(torch.ones(size))
+        self.weight = nn.Parameter(torch.empty(size))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.ones_(self.weight)
 
     def forward(self, x: Tensor) -> Tensor:
         # the fused kernel computes in float32, but only takes x and weight of the same dtype
@@ -212,6 +216,7 @@ class GPT(nn.Module):
         self.compute_rope_tables()
         # the layers drew values of their own: a seed's weights must not depend on how many
         torch.set_rng_state(random_state)
+        self.draws: dict[str, tuple[float, int]] = {}  # by matrix: standard deviation and seed
         self.init_weights()
 
     def init_weights(self) -> None:
@@ -221,15 +226,21 @@ class GPT(nn.Module):
         their values."""
         into_residual = 0.02 / math.sqrt(2 * self.config.n_layer)
         for name, layer in self.named_modules():
-            if not isinstance(layer, nn.Linear | nn.Embedding) or layer.weight.is_meta:
+            if not isinstance(layer, nn.Linear | nn.Embedding):
                 continue
             if layer.weight._version != 1:  # written more often than by its layer, which drew it
                 continue
             std = into_residual if name.endswith(("o_proj", "down_proj")) else 0.02
             # a generator for each matrix, so that they do not depend on each other's sizes
             seed = int(torch.randint(2**63 - 1, (), device="cpu"))
-            generator = torch.Generator(layer.weight.device).manual_seed(seed)
-            nn.init.normal_(layer.weight, std=std, generator=generator)
+            self.draws[f"{name}.weight"] = std, seed
+            self.draw(f"{name}.weight")
+
+    def draw(self, name: str) -> None:
+        """Draw one matrix; on the meta device (fsdp's) only note that it is drawn later."""
+        weight, (std, seed) = self.get_parameter(name), self.draws[name]
+        generator = None if weight.is_meta else torch.Generator(weight.device).manual_seed(seed)
+        nn.init.normal_(weight, std=std, generator=generator)
 
     def compute_rope_tables(self) -> None:
         """The tables for every position. Computed in the forward pass, they would be recomputed in

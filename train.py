@@ -34,9 +34,7 @@ from steady.stop import Saving, StopRequest, stopped
 
 # output and evaluation
 out_dir = "out"  # folder of the checkpoints and metrics.jsonl
-init_from = (
-    "scratch"  # scratch, resume (out_dir/ckpt.pt), or weights: a run's folder, a hub's model
-)
+init_from = "scratch"  # scratch, resume (out_dir/ckpt.pt), or weights: a run's or a hub's model
 eval_interval = 2000  # iterations between evaluations, after which it saves; 0: only a last save
 eval_iters = 200  # batches of batch_size sequences from each split, always the same sequences
 eval_only = False  # evaluate once and exit
@@ -123,14 +121,14 @@ train_file, val_file = data.open(block_size, model_config.vocab_size)
 
 memory.require_room(config, process)
 hardware.prepare(process.device, process.dtype, model_config.n_embd, block_size)
-with process.device:  # weights are created and drawn where they are used
+with process.build_device:  # weights are created and drawn where they are used
     raw_model = GPT(model_config)  # what is saved, sampled from and counted
-start.load_weights(raw_model)
 if eval_only:
     raw_model.requires_grad_(False)
 elif fp8:
     use_float8(raw_model, process)
 distributed.shard(raw_model, process)  # parallel=fsdp
+start.load_weights(raw_model)
 
 # -----------------------------------------------------------------------------
 # optimizer; any of torch's can take its place: opt = torch.optim.SGD(raw_model.parameters())

@@ -11,7 +11,9 @@ import contextlib
 import math
 import mmap
 import pickle
+import re
 import reprlib
+import secrets
 import shlex
 import tempfile
 import time
@@ -23,13 +25,14 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_leaves, tree_map
 
 from model import GPTConfig
 from steady import UserError, distributed, output
 from steady.dataloader import DataSet
 from steady.distributed import Process
-from steady.folder import FILES, hold_lock, last_archived, whole_file
+from steady.folder import FILES, hold_lock, last_archived, put_in_place, to_disk, whole_file
 from steady.optim import decay_start, kind_of, learning_rate_at, load_state
 from steady.output import shown, waiting
 from steady.tokenizer import Tokenizer, check_meta, from_meta
@@ -77,6 +80,117 @@ def save(
         torch.save({"format": FORMAT, "launch": distributed.launch()} | content, counted)
 
 
+def save_together(
+    path: Path, content: dict[str, Any], process: Process, must_be_finite: Collection[str]
+) -> None:
+    """`save`, with fsdp: every process writes its rows of the sharded tensors into one file, of the
+    same form as any other checkpoint, and none gathers them. All processes must call it.
+
+    The first process writes the file without the tensors' data and lets each process map it. Then
+    the processes divide the work of reading it back and comparing its checksums.
+
+    Not torch.distributed.checkpoint, whose folders would need readers and guarantees of their own,
+    and whose metadata is a pickle, which could run code.
+    """
+    leaves = [t for t in tree_leaves(content) if isinstance(t, Tensor)]
+    own = {id(t): distributed.local_shards([t])[0] for t in leaves}
+    weights = [own[id(content["model"][name])] for name in must_be_finite]
+    if distributed.any_process(not are_finite([w for w in weights if w.is_floating_point()])):
+        raise UserError("its weights are not finite")
+    hollow: dict[int, Tensor] = {}  # tied weights share their storage in the file too
+
+    def emptied(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        key = own[id(value)].data_ptr() or id(value)
+        with FakeTensorMode():
+            return hollow.setdefault(key, torch.empty(value.shape, dtype=value.dtype))
+
+    def begin() -> Path:
+        hold_lock(path.parent)
+        temporary = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")
+        head = {"format": FORMAT, "launch": distributed.launch()}
+        with torch.serialization.skip_data(materialize_fake_tensors=True):
+            torch.save(head | tree_map(emptied, content), temporary)
+        return temporary
+
+    def write() -> list[tuple[int, int]]:
+        """Write this process's parts; returns their checksums and sizes."""
+        sums, seen = [], set()
+        with torch.serialization.set_default_mmap_options(mmap.MAP_SHARED):
+            mapped = load_plain(temporary)
+        targets = [t for t in tree_leaves(mapped) if isinstance(t, Tensor)]
+        for tensor, target in zip(leaves, targets, strict=True):
+            if target.data_ptr() in seen and target.numel():
+                continue
+            seen.add(target.data_ptr())
+            part = target.flatten()[:0]  # what all processes have, the first one writes
+            if distributed.is_sharded(tensor):
+                part = distributed.own_part(target, tensor).copy_(own[id(tensor)])
+            elif process.master:
+                part = target.copy_(tensor)
+            data = part.contiguous().view(-1).view(torch.uint8).numpy()
+            sums.append((zlib.crc32(data), len(data)))
+        with open(temporary, "rb+") as file:
+            to_disk(file.fileno())
+        return sums
+
+    temporary = distributed.on_rank0_first(process, begin)
+    try:
+        sums = distributed.gather_objects(process, distributed.all_or_none(write))
+        distributed.on_rank0_first(process, lambda: write_sums(temporary, sums))
+        distributed.all_or_none(lambda: check_sums(temporary, process.rank, process.world_size))
+        distributed.on_rank0_first(process, lambda: put_in_place(temporary, path))
+    finally:
+        if process.master:
+            temporary.unlink(missing_ok=True)
+
+
+def write_sums(path: Path, sums: list[list[tuple[int, int]]]) -> None:
+    """Write the checksums of the tensors' data, whose parts have the `sums` (checksum, bytes) of
+    each process, into the directory of the zip archive `path`."""
+    with zipfile.ZipFile(path) as archive:
+        directory, parts = archive.start_dir, [part.filename for part in archive.infolist()]
+    data = [name for name in parts if re.search(r"/data/\d+$", name)]
+    with open(path, "rb+") as file:
+        for name in parts:
+            file.seek(directory)
+            header = file.read(46)
+            name_length, extra, comment = (
+                int.from_bytes(header[i : i + 2], "little") for i in (28, 30, 32)
+            )
+            if name in data:
+                total = 0
+                for crc, n_bytes in (process[data.index(name)] for process in sums):
+                    total = joined_crc(total, crc, n_bytes)
+                file.seek(directory + 16)
+                file.write(total.to_bytes(4, "little"))
+            directory += 46 + name_length + extra + comment
+        file.flush()
+        to_disk(file.fileno())
+
+
+def joined_crc(first: int, second: int, n_bytes: int) -> int:
+    """The CRC-32 of two pieces of data, from theirs and the length of the second (the method of
+    zlib's crc32_combine: squared matrices over GF(2) that append zeros)."""
+
+    def times(matrix: list[int], vector: int) -> int:
+        total = 0
+        for row in matrix:
+            total ^= row if vector & 1 else 0
+            vector >>= 1
+        return total
+
+    zeros = [0xEDB88320] + [1 << i for i in range(31)]  # appends one bit
+    for _ in range(3):
+        zeros = [times(zeros, row) for row in zeros]  # one byte
+    while n_bytes:
+        first = times(zeros, first) if n_bytes & 1 else first
+        zeros = [times(zeros, row) for row in zeros]
+        n_bytes >>= 1
+    return first ^ second
+
+
 def parameter_names(model: nn.Module | dict[str, Tensor] | None) -> list[str]:
     """The names of a model's parameters, not of its buffers, which may hold anything."""
     if isinstance(model, nn.Module):
@@ -90,10 +204,11 @@ def are_finite(tensors: Collection[Tensor]) -> bool:
     return not sums or bool(torch.stack(sums).isfinite().all())
 
 
-def check_sums(path: Path) -> None:
+def check_sums(path: Path, first: int = 0, step: int = 1) -> None:
     """Raises an error unless each part of the zip archive `path` has its checksum where torch.load
     reads it, which does not look: a flipped bit is a wrong weight. torch maps the file's own bytes,
-    so parts that are compressed would be wrong weights too (F81)."""
+    so parts that are compressed would be wrong weights too (F81). Several processes take every
+    `step`-th part each, from their `first` on."""
     with open(path, "rb") as file:  # given the path, is_zipfile says False if it may not be read
         if not zipfile.is_zipfile(file):
             raise zipfile.BadZipFile("no complete zip archive")
@@ -105,6 +220,7 @@ def check_sums(path: Path) -> None:
         with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
             data = memoryview(mapped)
             try:
+                parts = parts[first::step]
                 for part in waiting(parts, len(parts), f"verifying {path.name}", unit="part"):
                     if part.compress_type != zipfile.ZIP_STORED:
                         raise zipfile.BadZipFile(f"{part.filename} is compressed")
@@ -131,16 +247,22 @@ def try_save(
     if not overwrite and distributed.any_process(path.exists()):
         return True
     began, names = time.perf_counter(), parameter_names(content.get("model"))
-    failed, content = False, distributed.gather_full(as_saved(content))
+    failed, content = False, as_saved(content)
+    together = process.shards_model and distributed.on_one_machine()
+    if not together:
+        content = distributed.gather_full(content)
     try:
-        if process.master:
+        if together:
+            save_together(path, content, process, names)
+        elif process.master:
             save(path, content, names)
+        if process.master:
             size, seconds = path.stat().st_size / 1e6, time.perf_counter() - began
             say(f"saved {path}: {size:,.1f} MB in {seconds:.1f} s")
     except Exception as error:
         kept = ", the last good one is kept" if path.is_file() else ""
         say(f"warning: {path} was not saved{kept}: {what_failed(error)}")
-        if last:
+        if last and process.master:
             say(save_elsewhere(path, content, names))
         failed = True
     return not distributed.any_process(failed)
@@ -372,10 +494,13 @@ def check_finite(weights: dict[str, Tensor], path: Path) -> None:
             raise UserError(f"{path}: {name} has values that are not finite")
 
 
+@torch.no_grad()
 def load_weights(model: nn.Module, weights: dict[str, Tensor], path: Path) -> None:
-    """Load into `model` what `path` held; raises UserError if that is another model's."""
+    """Load into `model` what `path` held, with fsdp only this process's part; raises UserError if
+    that is another model's."""
     check_weights(weights, model, f"{path} does not fit its own model_config in")
-    model.load_state_dict(weights)
+    for name, tensor in model.state_dict().items():
+        distributed.local_shards([tensor])[0].copy_(distributed.own_part(weights[name], tensor))
 
 
 def find(out_dir: Path, name: str = "") -> Path:

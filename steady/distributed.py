@@ -57,6 +57,11 @@ class Process(NamedTuple):
         """fsdp: every process has a part of every weight."""
         return self.world_size > 1 and self.parallel == "fsdp"
 
+    @property
+    def build_device(self) -> torch.device:
+        """Where to build the model: with fsdp on the meta device, see `shard`."""
+        return torch.device("meta") if self.shards_model else self.device
+
     def autocast(self) -> contextlib.AbstractContextManager:
         """The context to run forward passes in."""
         return autocast(self.device, self.dtype)
@@ -222,8 +227,7 @@ def start(process: Process, config: dict[str, Any], cuda_graphs: bool = False) -
         exit_now(1)
 
     sys.excepthook = show_error_and_exit
-    configs: list[Any] = [None] * world_size
-    dist.all_gather_object(configs, config)
+    configs = gather_objects(process, config)
     names = {name: configs[0][name] for name in NAMES if name in config}
     config |= names
     configs = [c | names for c in configs]
@@ -250,6 +254,27 @@ def on_rank0_first(process: Process, action: Callable[[], Any]) -> Any:
     if process.world_size > 1:
         dist.broadcast_object_list(result)
     return result[0]
+
+
+def all_or_none(action: Callable[[], Any]) -> Any:
+    """The result of `action()`, which every process runs; if it fails on one, it fails on all."""
+    error, result = None, None
+    try:
+        result = action()
+    except Exception as found:
+        error = found
+    if any_process(error is not None):
+        raise error or OSError("another process could not do its part")
+    return result
+
+
+def gather_objects(process: Process, value: Any) -> list[Any]:
+    """The values of all processes, on every one."""
+    if process.world_size == 1:
+        return [value]
+    values: list[Any] = [None] * process.world_size
+    dist.all_gather_object(values, value)
+    return values
 
 
 def launcher() -> list[str]:
@@ -346,10 +371,13 @@ def blocks_per_exchange(n_layer: int, block_params: int) -> int:
 
 
 def shard(model: nn.Module, process: Process) -> None:
-    """With fsdp, divide `model` among all processes, a few blocks at a time, in place (FSDP2).
+    """With fsdp, divide `model`, which is on the meta device, among all processes, a few blocks at
+    a time, in place (FSDP2). These get their initial values just before, so that no process ever
+    holds the whole model.
 
     Products and a micro-batch's gradients are in the process's dtype, and gradients are summed in
-    float32. Raises UserError that names parameters without dimensions, which FSDP2 cannot divide.
+    float32. Raises UserError that names parameters without dimensions, which FSDP2 cannot divide,
+    and what has values of which only the model's code knows.
     """
     if not process.shards_model:
         return
@@ -362,6 +390,7 @@ def shard(model: nn.Module, process: Process) -> None:
             f"parallel=fsdp cannot divide {', '.join(scalars)}: parameters without dimensions; "
             "give them the shape (1,), or use parallel=ddp"
         )
+    require_initial_values(model)
     policy = MixedPrecisionPolicy(
         param_dtype=None if process.dtype == torch.float32 else process.dtype,
         reduce_dtype=torch.float32,
@@ -371,10 +400,70 @@ def shard(model: nn.Module, process: Process) -> None:
     blocks = repeated_blocks(model)
     largest = max((sum(p.numel() for p in block.parameters()) for block in blocks), default=0)
     n = blocks_per_exchange(len(blocks), largest)
+    undrawn = list(getattr(model, "draws", ()))
     for modules in (*(blocks[i : i + n] for i in range(0, len(blocks), n)), [model]):
+        for module in modules:
+            materialize(module, process.device)
+        for name in [name for name in undrawn if not model.get_parameter(name).is_meta]:
+            model.draw(name)
+            undrawn.remove(name)
         fully_shard(modules, mesh=mesh, mp_policy=policy)
         modules[0].set_gradient_divide_factor(1.0)  # a sum: losses are divided already
         modules[0].set_force_sum_reduction_for_comms(True)  # gloo has no other
+    garbage = [
+        name for name, tensor in (*model.named_parameters(), *model.named_buffers())
+        if tensor.is_floating_point() and bool(local_shards([tensor])[0].isnan().any())
+    ]  # fmt: skip
+    if garbage:
+        raise UserError(f"parallel=fsdp: no initial values for {', '.join(garbage)}; {REMEDY}")
+
+
+REMEDY = "set them in a reset_parameters() of their module, or use parallel=ddp"
+
+
+def require_initial_values(model: nn.Module) -> None:
+    """Raises UserError that names the parameters whose initial values only code that has run on the
+    meta device, to no effect, knows. Known are the model's `draws`, and what the reset_parameters()
+    of a module gives: such a tensor was written once."""
+    unknown = []
+    for prefix, module in model.named_modules():
+        for key, tensor in module.named_parameters(prefix, recurse=False):
+            reset = hasattr(module, "reset_parameters") and tensor._version == 1
+            if tensor.is_meta and key not in getattr(model, "draws", ()) and not reset:
+                unknown.append(key)
+    drawn = {id(model.get_parameter(name)) for name in getattr(model, "draws", ())}
+    unknown = [name for name in unknown if id(model.get_parameter(name)) not in drawn]  # tied
+    if unknown:
+        raise UserError(
+            f"parallel=fsdp does not know the initial values of {', '.join(unknown[:5])}; {REMEDY}"
+        )
+
+
+@torch.no_grad()
+def materialize(part: nn.Module, device: torch.device) -> None:
+    """Create the tensors of a part of a model that are on the meta device, on `device`, with the
+    values that their modules' reset_parameters() give, else NaN. Tied ones stay tied."""
+
+    def create(tensor: Tensor) -> Tensor:
+        if not tensor.is_meta:
+            return tensor
+        value = float("nan") if tensor.is_floating_point() else 0
+        return torch.full_like(tensor, value, device=device)
+
+    tied: dict[int, list[tuple[nn.Module, str]]] = {}
+    for module in part.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            tied.setdefault(id(parameter), []).append((module, name))
+    keep = [p for p in part.parameters()]  # or ids would be used again
+    for module in reversed(list(part.modules())):  # inner ones first
+        if any(p.is_meta for p in (*module.parameters(False), *module.buffers(False))):
+            module._apply(create, recurse=False)
+            if hasattr(module, "reset_parameters"):
+                module.reset_parameters()
+    for places in tied.values():
+        for module, name in places[1:]:
+            setattr(module, name, getattr(*places[0]))
+    del keep
 
 
 def keep_gathered(model: nn.Module) -> None:
@@ -418,14 +507,23 @@ def gather_full(state: Any) -> Any:
     return state
 
 
-def shard_like(tensor: Tensor, parameter: Tensor) -> Tensor:
-    """The whole `tensor`, sharded as `parameter` is."""
-    if not is_sharded(parameter):
-        return tensor
-    from torch.distributed.tensor import distribute_tensor
+def own_part(whole: Tensor, like: Tensor) -> Tensor:
+    """The rows of the tensor `whole` that are this process's of one that is sharded as `like` is;
+    no others are read, if `whole` is a mapped file's."""
+    if not is_sharded(like):
+        return whole
+    first, n = own_rows(like)
+    return whole[first : first + n]
 
-    mesh, placements = parameter.device_mesh, parameter.placements
-    return distribute_tensor(tensor.to(parameter.device), mesh, placements, src_data_rank=None)
+
+def own_rows(sharded: Tensor) -> tuple[int, int]:
+    """Which rows of a sharded tensor are this process's: the first, and how many."""
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    shape, offset = compute_local_shape_and_global_offset(
+        sharded.shape, sharded.device_mesh, sharded.placements
+    )
+    return offset[0], shape[0]
 
 
 def shard_from_local(local: Tensor, like: Tensor) -> Tensor:

@@ -185,12 +185,17 @@ def whole_file(path: Path, check: Callable[[Path], None] | None = None) -> Itera
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         if check is not None:
             check(temporary)
-        os.replace(temporary, path)
+        put_in_place(temporary, path)
     except BaseException as error:
         temporary.unlink(missing_ok=True)
         if isinstance(error, OSError) and error.filename is None:
             error.filename = str(path)  # the system's error about a full disk names no file
         raise
+
+
+def put_in_place(temporary: Path, path: Path) -> None:
+    """Let a file that is on disk take the place of `path`."""
+    os.replace(temporary, path)
     if os.name == "posix":  # make the rename itself durable
         with contextlib.suppress(OSError):  # it has succeeded, whatever a file system says of this
             folder = os.open(path.parent, os.O_RDONLY)

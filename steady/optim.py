@@ -14,8 +14,8 @@ from steady import UserError, muon
 from steady.distributed import (
     is_sharded,
     local_shards,
+    own_part,
     shard_from_local,
-    shard_like,
     total_norm,
 )
 from steady.kernels import compiled_if_possible
@@ -244,7 +244,7 @@ def load_state(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
         if found != {name: tensor.shape for name, tensor in state.items()}:
             raise UserError(f"optimizer state of parameter {i} is missing or of another shape")
         for name, tensor in state.items():
-            tensor.copy_(shard_like(states[i][name], tensor))
+            local_shards([tensor])[0].copy_(own_part(states[i][name], tensor))
     if len(states) != len(parameters):
         raise UserError(f"optimizer state of {len(states)} parameters, not {len(parameters)}")
 
@@ -291,7 +291,7 @@ def clip_gradients(optimizer: torch.optim.Optimizer, limit: float) -> Tensor:
     divisor = (grad_norm / (limit or math.inf)).clamp(min=1.0)
     found_inf = (~grad_norm.isfinite()).float()
     if isinstance(optimizer, AdamW) and grad_norm.device.type not in IGNORE_SCALE:
-        optimizer.clip(divisor, found_inf)
+        optimizer.clip(divisor.float(), found_inf)  # float64 models too
         return grad_norm
     for gradient in gradients:
         gradient.div_(divisor)

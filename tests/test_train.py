@@ -971,13 +971,6 @@ def test_the_last_evaluation_stays_in_a_run_that_goes_on_without_any(run, sums, 
         assert [entry["iter"] for entry in evaluations(tmp_path)] == [0, 5, 7]
 
 
-def test_a_run_given_as_a_pretrained_model_is_told_resume_command(run, sums, tmp_path):
-    train(run, tmp_path / "first", sums, "--max_iters=1")
-    for source in (tmp_path / "first", tmp_path / "first" / "ckpt.pt"):
-        with pytest.raises(ValueError, match=r"by --out_dir=.*first --init_from=resume"):
-            train(run, tmp_path / "second", sums, f"--init_from={source}")
-
-
 def test_a_data_set_is_a_folder_in_data_or_a_path(run, sums, tmp_path, monkeypatch):
     monkeypatch.chdir(sums.parent)
     for path in (sums.name, f"./{sums.name}", str(sums)):
