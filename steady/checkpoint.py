@@ -15,11 +15,13 @@ import re
 import reprlib
 import secrets
 import shlex
+import shutil
 import tempfile
 import time
 import zipfile
 import zlib
 from collections.abc import Callable, Collection
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -137,9 +139,10 @@ def save_together(
 
     temporary = distributed.on_rank0_first(process, begin)
     try:
-        sums = distributed.gather_objects(process, distributed.all_or_none(write))
+        sums = distributed.gather_objects(process, distributed.all_or_none(process, write))
         distributed.on_rank0_first(process, lambda: write_sums(temporary, sums))
-        distributed.all_or_none(lambda: check_sums(temporary, process.rank, process.world_size))
+        check = partial(check_sums, temporary, process.rank, process.world_size)
+        distributed.all_or_none(process, check)
         distributed.on_rank0_first(process, lambda: put_in_place(temporary, path))
     finally:
         if process.master:
@@ -247,38 +250,43 @@ def try_save(
     if not overwrite and distributed.any_process(path.exists()):
         return True
     began, names = time.perf_counter(), parameter_names(content.get("model"))
-    failed, content = False, as_saved(content)
+    content = as_saved(content)
     together = process.shards_model and distributed.on_one_machine()
     if not together:
         content = distributed.gather_full(content)
-    try:
+
+    def write(path: Path) -> None:
         if together:
             save_together(path, content, process, names)
         elif process.master:
             save(path, content, names)
+
+    failed = False
+    try:
+        write(path)
         if process.master:
             size, seconds = path.stat().st_size / 1e6, time.perf_counter() - began
             say(f"saved {path}: {size:,.1f} MB in {seconds:.1f} s")
     except Exception as error:
         kept = ", the last good one is kept" if path.is_file() else ""
         say(f"warning: {path} was not saved{kept}: {what_failed(error)}")
-        if last and process.master:
-            say(save_elsewhere(path, content, names))
         failed = True
-    return not distributed.any_process(failed)
+    failed = distributed.any_process(failed)
+    if failed and last:
+        say(save_elsewhere(path, write, process))
+    return not failed
 
 
-def save_elsewhere(path: Path, content: dict[str, Any], must_be_finite: Collection[str]) -> str:
-    """Save in the folder for temporary files what cannot be saved at `path`; returns what became of
-    it."""
+def save_elsewhere(path: Path, write: Callable[[Path], None], process: Process) -> str:
+    """`write` in the folder for temporary files what cannot be saved at `path`; returns a
+    description of the result. Every process must call it."""
+    folder = None
     try:
-        folder = Path(tempfile.mkdtemp(prefix="ckpt-"))
-        try:
-            save(folder / path.name, content, must_be_finite)
-        except Exception:
-            folder.rmdir()
-            raise
+        folder = distributed.on_rank0_first(process, lambda: Path(tempfile.mkdtemp(prefix="ckpt-")))
+        write(folder / path.name)
     except Exception as error:
+        if folder is not None and process.master:
+            shutil.rmtree(folder, ignore_errors=True)
         return f"warning: not in the folder for temporary files either: {what_failed(error)}"
     return f"saved {folder / path.name} instead: to go on from it, move it to {path}"
 

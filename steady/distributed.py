@@ -256,15 +256,17 @@ def on_rank0_first(process: Process, action: Callable[[], Any]) -> Any:
     return result[0]
 
 
-def all_or_none(action: Callable[[], Any]) -> Any:
+def all_or_none(process: Process, action: Callable[[], Any]) -> Any:
     """The result of `action()`, which every process runs; if it fails on one, it fails on all."""
     error, result = None, None
     try:
         result = action()
     except Exception as found:
         error = found
-    if any_process(error is not None):
-        raise error or OSError("another process could not do its part")
+    errors = gather_objects(process, error and str(error))
+    for rank, message in enumerate(errors):
+        if message is not None:
+            raise error or OSError(f"rank {rank}: {message}")
     return result
 
 

@@ -5,7 +5,9 @@ import contextlib
 import multiprocessing
 import os
 import runpy
+import socket
 import sys
+import time
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -43,6 +45,17 @@ def start(command: list[str], environment: dict[str, str], output: Path, code: s
     return process
 
 
+def wait_for_first_process() -> None:
+    """Wait for the store of the first of several processes: torch tries again after seconds."""
+    if os.environ.get("RANK", "0") != "0":
+        address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        while True:
+            with socket.socket() as probe:
+                if probe.connect_ex(address) == 0:
+                    return
+            time.sleep(0.01)
+
+
 def _run(command: list[str], environment: dict[str, str], output: Path, code: str) -> None:
     os.environ.clear()
     os.environ.update(environment)
@@ -56,6 +69,7 @@ def _run(command: list[str], environment: dict[str, str], output: Path, code: st
     import torch
 
     torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))  # read when it was imported
+    wait_for_first_process()
     sys.argv = command or ["-c"]
     try:
         exec(code, {})

@@ -134,14 +134,6 @@ def test_f73_a_clock_in_a_config_is_the_first_processs_and_of_the_first_start(su
     assert f"going on from {run / 'ckpt.pt'} at iteration" in done.stdout
 
 
-def test_f73_other_settings_that_differ_are_printed(sums, tmp_path):
-    (tmp_path / "c.py").write_text("import os\nseed = int(os.environ['RANK']) + 7\n")
-    done = torchrun([str(ROOT / "train.py"), str(tmp_path / "c.py"), *TINY, f"--dataset={sums}",
-                     f"--out_dir={tmp_path / 'out'}", "--gradient_accumulation_steps=2"],
-                    "--nproc_per_node=2")  # fmt: skip
-    assert "the processes have different settings: seed is [7, 8]" in done.stderr
-
-
 # ---- F74: shared folders ------------------------------------------------------------------------
 
 
@@ -295,100 +287,6 @@ def test_f78_a_script_may_be_executed_in_a_notebook(sums, tmp_path):
 
 
 # ---- F79: larger than one machine's memory ------------------------------------------------------
-
-INSTRUMENTED = """
-import os, sys
-sys.path.insert(0, {root!r})
-from steady import distributed
-real = distributed.materialize
-def counted(part, device):
-    real(part, device)
-    held = sum(p.numel() for p in part.parameters() if not hasattr(p, "full_tensor"))
-    print("held", held, flush=True)
-distributed.materialize = counted
-def refuse(state):
-    raise AssertionError("gathered")
-distributed.gather_full = refuse
-path = {root!r} + "/train.py"
-exec(compile(open(path).read(), path, "exec"), globals() | {{"__file__": path}})
-"""
-
-
-@pytest.fixture(scope="module")
-def fsdp_runs(sums, tmp_path_factory):
-    """A run of one process, and one of two with fsdp that must not gather what it saves."""
-    tmp_path = tmp_path_factory.mktemp("fsdp")
-    (tmp_path / "train.py").write_text(INSTRUMENTED.format(root=str(ROOT)))
-    arguments = [*TINY, f"--dataset={sums}", "--gradient_accumulation_steps=2", "--n_layer=4",
-                 "--max_iters=4", "--parallel=fsdp", "--dtype=float32"]  # fmt: skip
-    command = [sys.executable, "train.py", *arguments, f"--out_dir={tmp_path / 'one'}"]
-    alone = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert alone.returncode == 0, alone.stderr
-    two = torchrun([str(tmp_path / "train.py"), *arguments, f"--out_dir={tmp_path / 'two'}"],
-                   "--nproc_per_node=2")  # fmt: skip
-    assert two.returncode == 0, two.stdout[-1000:] + two.stderr[-3000:]
-    return tmp_path, arguments, two.stdout
-
-
-def test_f79_every_process_builds_and_saves_its_part(fsdp_runs):
-    tmp_path, _, shown = fsdp_runs
-    one, two = (
-        checkpoint.load(tmp_path / n / "ckpt.pt", checkpoint.EVERYTHING) for n in ("one", "two")
-    )
-    for name, weight in one["model"].items():
-        torch.testing.assert_close(two["model"][name], weight, atol=1e-5, rtol=1e-4)
-    for i, state in one["optimizer"]["state"].items():
-        for key, value in state.items():
-            torch.testing.assert_close(
-                two["optimizer"]["state"][i][key], value, atol=1e-4, rtol=1e-2
-            )
-    size = sum(weight.numel() for weight in one["model"].values())
-    held = [int(line.split()[1]) for line in shown.splitlines() if line.startswith("held")]
-    assert len(held) == 2 * 5 and max(held) < size / 2  # a block, or what is outside of the blocks
-    checkpoint.check_sums(tmp_path / "two" / "ckpt.pt")
-    assert not list((tmp_path / "two").glob("*.tmp"))
-    sizes = [(tmp_path / name / "ckpt.pt").stat().st_size for name in ("one", "two")]
-    assert abs(sizes[0] - sizes[1]) < 20_000
-
-
-def test_f79_such_a_checkpoint_is_like_any_other(fsdp_runs, run):
-    tmp_path, arguments, _ = fsdp_runs
-    for name, more, n in (
-        ("by one", [], 1),
-        ("by three", [], 3),
-        ("by ddp", ["--parallel=ddp"], 2),
-    ):
-        out = tmp_path / name
-        shutil.copytree(tmp_path / "two", out)
-        command = [*arguments, f"--out_dir={out}", "--init_from=resume", "--max_iters=6",
-                   "--gradient_accumulation_steps=6", "--batch_size=2", *more]  # fmt: skip
-        script = [str(ROOT / "train.py"), *command]
-        done = torchrun(script, f"--nproc_per_node={n}") if n > 1 else subprocess.run(
-            [sys.executable, *script], capture_output=True, text=True)  # fmt: skip
-        assert done.returncode == 0, done.stderr[-2000:]
-        assert checkpoint.load(out / "ckpt.pt")["iter_num"] == 6
-    run("sample.py", f"--out_dir={tmp_path / 'two'}", "--max_new_tokens=3", "--device=cpu")
-    run("convert.py", f"--out_dir={tmp_path / 'two'}", f"--to={tmp_path / 'to'}")
-
-
-def test_f79_a_save_that_fails_leaves_the_last_good_one(fsdp_runs, sums):
-    tmp_path, arguments, _ = fsdp_runs
-    out = tmp_path / "failing"
-    shutil.copytree(tmp_path / "two", out)
-    (tmp_path / "failing.py").write_text(
-        INSTRUMENTED.format(root=str(ROOT)).replace("path = ", "from steady import checkpoint\n"
-        "real_sums = checkpoint.check_sums\n"
-        "def damaged(path, first=0, step=1):\n"
-        "    if step > 1 and first == 1: raise OSError(5, 'Input/output error')\n"
-        "    return real_sums(path, first, step)\n"
-        "checkpoint.check_sums = damaged\npath = ", 1))  # fmt: skip
-    done = torchrun([str(tmp_path / "failing.py"), *arguments, f"--out_dir={out}",
-                     "--init_from=resume", "--max_iters=5"], "--nproc_per_node=2")  # fmt: skip
-    assert "was not saved, the last good one is kept" in done.stdout + done.stderr, done.stderr[
-        -999:
-    ]
-    assert checkpoint.load(out / "ckpt.pt")["iter_num"] == 4
-    assert not list(out.glob("*.tmp"))
 
 
 class Scaled(nn.Module):

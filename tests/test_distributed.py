@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -55,7 +56,8 @@ def launch(sums, tmp_path_factory):
         for process in running[-n:]:
             process.join(timeout=100)
         shown = [output.read_text() for output in outputs]
-        assert [process.exitcode for process in running[-n:]] == [int(fails)] * n, "\n".join(shown)
+        expected = fails if isinstance(fails, list) else [int(fails)] * n
+        assert [process.exitcode for process in running[-n:]] == expected, "\n".join(shown)
         return shown
 
     yield launch_processes
@@ -185,6 +187,66 @@ def test_f22_f28_checkpoints_do_not_know_the_processes(launch, alone, run, tmp_p
             torch.testing.assert_close(found, tensor, atol=1e-5, rtol=1e-3)
     arguments = ["--ckpt=ckpt.pt", "--num_samples=1", "--max_new_tokens=8", "--device=cpu"]
     assert run("sample.py", f"--out_dir={tmp_path}", *arguments)
+
+
+PARTS_ONLY = """
+from steady import distributed
+real = distributed.materialize
+def counted(part, device):
+    real(part, device)
+    print("holds", sum(p.numel() for p in part.parameters() if not hasattr(p, "full_tensor")))
+distributed.materialize = counted
+def refuse(state):
+    raise AssertionError("gathered")
+distributed.gather_full = refuse
+"""
+
+
+def test_f79_every_process_builds_and_saves_its_part(launch, alone, run, tmp_path):
+    shown = launch(2, tmp_path, "--parallel=fsdp", "--n_layer=4", "--max_iters=4", code=PARTS_ONLY)
+    launch(1, tmp_path / "one", "--n_layer=4", "--max_iters=4")
+    found, expected = (
+        checkpoint.load(out / "ckpt.pt", checkpoint.EVERYTHING)
+        for out in (tmp_path, tmp_path / "one")
+    )
+    for name, weight in expected["model"].items():
+        torch.testing.assert_close(found["model"][name], weight, atol=1e-5, rtol=1e-4)
+    for i, state in expected["optimizer"]["state"].items():
+        for key, value in state.items():
+            other = found["optimizer"]["state"][i][key]
+            torch.testing.assert_close(other, value, atol=1e-4, rtol=1e-2)
+    size = sum(weight.numel() for weight in expected["model"].values())
+    held = [int(line.split()[1]) for line in "".join(shown).splitlines() if "holds" in line]
+    assert len(held) == 2 * 5 and max(held) < size / 2  # a block, or what is outside of the blocks
+    sizes = [(out / "ckpt.pt").stat().st_size for out in (tmp_path, tmp_path / "one")]
+    assert abs(sizes[0] - sizes[1]) < 20_000
+    assert not list(tmp_path.glob("*.tmp"))
+
+    for name in ("by three", "failing"):
+        shutil.copytree(tmp_path, tmp_path / "copies" / name, ignore=lambda *_: ["one", "copies"])
+    resumed = ["--parallel=fsdp", "--n_layer=4", "--max_iters=6", "--init_from=resume"]
+    launch(3, tmp_path / "copies" / "by three", *resumed, "--gradient_accumulation_steps=3")
+    assert checkpoint.load(tmp_path / "copies" / "by three" / "ckpt.pt")["iter_num"] == 6
+    run("convert.py", f"--out_dir={tmp_path}", f"--to={tmp_path / 'to'}")
+
+    out = tmp_path / "copies" / "failing"
+    first, _ = launch(2, out, *resumed, code=UNREADABLE, fails=[1, 0])
+    assert "was not saved, the last good one is kept: rank 1: [Errno 5] Input/output" in first
+    assert "not in the folder for temporary files either" in first
+    assert checkpoint.load(out / "ckpt.pt")["iter_num"] == 4
+    assert not list(out.glob("*.tmp"))
+
+
+UNREADABLE = """
+import os
+from steady import checkpoint
+real = checkpoint.check_sums
+def damaged(path, first=0, step=1):
+    if step > 1 and first == 1:
+        raise OSError(5, "Input/output error")
+    return real(path, first, step)
+checkpoint.check_sums = damaged
+"""
 
 
 def test_dropout_differs_between_processes_and_resumes_exactly(launch, tmp_path):

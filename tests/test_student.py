@@ -414,10 +414,12 @@ import os, runpy, sys, traceback
 from pathlib import Path
 ours = ("model", "convert", "configurator", "steady")
 import torch.distributed
+import forked
 for copy, *arguments in {jobs!r}:
     for name in [n for n in sys.modules if n.partition(".")[0] in ours]:
         del sys.modules[name]
     sys.argv, sys.path[:1] = [copy + "/train.py", *arguments], [copy]
+    forked.wait_for_first_process()
     real = os._exit
     def not_yet(status):
         raise SystemExit(status)
