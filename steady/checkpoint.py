@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import math
 import mmap
+import os
 import pickle
 import re
 import reprlib
@@ -21,25 +22,27 @@ import time
 import zipfile
 import zlib
 from collections.abc import Callable, Collection
-from functools import partial
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 
 from model import GPTConfig
-from steady import UserError, distributed, output
+from steady import UserError, distributed
 from steady.dataloader import DataSet
-from steady.distributed import Process
-from steady.folder import FILES, hold_lock, last_archived, put_in_place, to_disk, whole_file
+from steady.distributed import ALONE, Process
+from steady.folder import FILES, forget_cached, hold_lock, last_archived, put_in_place, to_disk
 from steady.optim import decay_start, kind_of, learning_rate_at, load_state
 from steady.output import shown, waiting
 from steady.tokenizer import Tokenizer, check_meta, from_meta
 
 MAX_ROPE_VALUES = 2**28  # 2 GiB of rotary tables
+THREADS = min(8, os.cpu_count() or 1)  # that write or read a checkpoint
 FORMAT = 1  # raised when a checkpoint's layout changes
 
 WEIGHTS_ONLY = {  # what best.pt holds, and of which type
@@ -61,92 +64,99 @@ def as_saved(content: dict[str, Any]) -> dict[str, Any]:
 
 
 def save(
-    path: Path, content: dict[str, Any], must_be_finite: Collection[str] | None = None
+    path: Path,
+    content: dict[str, Any],
+    must_be_finite: Collection[str] | None = None,
+    process: Process = ALONE,
 ) -> None:
     """Write `content` to `path`. A crash or a full disk at any point leaves the old file intact; so
     does a disk that returns other bytes.
 
+    torch.save writes the file without the tensors' data. Threads of all processes then write the
+    data, with fsdp every process its own rows, so none gathers them, and compare what the disk
+    returns with the checksums of what they wrote.
+
     must_be_finite: names of weights, by default those of all parameters of a model.
+    process: with several, all of them must call it.
 
     Raises UserError for weights that are not finite: they replace no good ones.
     """
     names = parameter_names(content.get("model")) if must_be_finite is None else must_be_finite
-    content = as_saved(content)
-    weights = [content["model"][name] for name in names]
-    if not are_finite([w for w in weights if isinstance(w, Tensor) and w.is_floating_point()]):
+    content = {"format": FORMAT, "launch": distributed.launch()} | as_saved(content)
+    weights = distributed.local_shards([content["model"][name] for name in names])
+    finite = are_finite([w for w in weights if isinstance(w, Tensor) and w.is_floating_point()])
+    if distributed.gather_objects(process, finite).count(False):
         raise UserError("its weights are not finite")
-    hold_lock(path.parent)
-    n_bytes = sum(t.nbytes for t in tree_leaves(content) if isinstance(t, Tensor))
-    with whole_file(path, check=check_sums) as file:
-        counted = output.counted(file, n_bytes, f"saving {path.name}")
-        torch.save({"format": FORMAT, "launch": distributed.launch()} | content, counted)
-
-
-def save_together(
-    path: Path, content: dict[str, Any], process: Process, must_be_finite: Collection[str]
-) -> None:
-    """`save`, with fsdp: every process writes its rows of the sharded tensors into one file, of the
-    same form as any other checkpoint, and none gathers them. All processes must call it.
-
-    The first process writes the file without the tensors' data and lets each process map it. Then
-    the processes divide the work of reading it back and comparing its checksums.
-
-    Not torch.distributed.checkpoint, whose folders would need readers and guarantees of their own,
-    and whose metadata is a pickle, which could run code.
-    """
-    leaves = [t for t in tree_leaves(content) if isinstance(t, Tensor)]
-    own = {id(t): distributed.local_shards([t])[0] for t in leaves}
-    weights = [own[id(content["model"][name])] for name in must_be_finite]
-    if distributed.any_process(not are_finite([w for w in weights if w.is_floating_point()])):
-        raise UserError("its weights are not finite")
-    hollow: dict[int, Tensor] = {}  # tied weights share their storage in the file too
+    records: dict[tuple, tuple[Tensor, Tensor]] = {}  # a tensor, and one in its place, without data
 
     def emptied(value: Any) -> Any:
         if not isinstance(value, Tensor):
             return value
-        key = own[id(value)].data_ptr() or id(value)
+        local = distributed.local_shards([value])[0]
+        key = local.data_ptr() or id(value), value.shape, local.stride(), value.dtype  # tied: once
         with FakeTensorMode():
-            return hollow.setdefault(key, torch.empty(value.shape, dtype=value.dtype))
+            return records.setdefault(key, (value, torch.empty(value.shape, dtype=value.dtype)))[1]
 
-    def begin() -> Path:
+    empty = tree_map(emptied, content)
+    tensors = [tensor for tensor, _ in records.values()]
+    temporary = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")
+
+    def begin() -> tuple[Path, list[int]]:
         hold_lock(path.parent)
-        temporary = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")
-        head = {"format": FORMAT, "launch": distributed.launch()}
         with torch.serialization.skip_data(materialize_fake_tensors=True):
-            torch.save(head | tree_map(emptied, content), temporary)
-        return temporary
+            torch.save(empty, temporary)
+        reader = torch._C.PyTorchFileReader(str(temporary))
+        return temporary, [reader.get_record_offset(f"data/{i}") for i in range(len(tensors))]
 
-    def write() -> list[tuple[int, int]]:
-        """Write this process's parts; returns their checksums and sizes."""
-        sums, seen = [], set()
-        with torch.serialization.set_default_mmap_options(mmap.MAP_SHARED):
-            mapped = load_plain(temporary)
-        targets = [t for t in tree_leaves(mapped) if isinstance(t, Tensor)]
-        for tensor, target in zip(leaves, targets, strict=True):
-            if target.data_ptr() in seen and target.numel():
-                continue
-            seen.add(target.data_ptr())
-            part = target.flatten()[:0]  # what all processes have, the first one writes
-            if distributed.is_sharded(tensor):
-                part = distributed.own_part(target, tensor).copy_(own[id(tensor)])
-            elif process.master:
-                part = target.copy_(tensor)
-            data = part.contiguous().view(-1).view(torch.uint8).numpy()
-            sums.append((zlib.crc32(data), len(data)))
-        with open(temporary, "rb+") as file:
-            to_disk(file.fileno())
-        return sums
+    def on_first(action: Callable[[], Any]) -> Any:
+        result = distributed.all_or_none(process, lambda: process.master and action())
+        return distributed.gather_objects(process, result)[0]
 
-    temporary = distributed.on_rank0_first(process, begin)
     try:
+        temporary, offsets = on_first(begin)
+        write = partial(write_parts, temporary, tensors, offsets, process)
         sums = distributed.gather_objects(process, distributed.all_or_none(process, write))
-        distributed.on_rank0_first(process, lambda: write_sums(temporary, sums))
+        on_first(lambda: write_sums(temporary, sums))
         check = partial(check_sums, temporary, process.rank, process.world_size)
         distributed.all_or_none(process, check)
-        distributed.on_rank0_first(process, lambda: put_in_place(temporary, path))
+        on_first(lambda: put_in_place(temporary, path))
+    except OSError as error:
+        if error.errno and not error.filename:
+            error.filename = str(path)  # the system's error about a full disk names no file
+        raise
     finally:
         if process.master:
             temporary.unlink(missing_ok=True)
+
+
+def is_data(name: str) -> bool:
+    return re.search(r"/data/\d+$", name) is not None
+
+
+def write_parts(
+    path: Path, tensors: list[Tensor], offsets: list[int], process: Process
+) -> list[tuple[int, int]]:
+    """Write this process's rows of sharded tensors, the first process also all others, at their
+    places in the file `path`; returns the checksums and sizes of what it wrote."""
+    if torch.accelerator.is_available():
+        torch.accelerator.synchronize()  # threads have streams of their own
+
+    def write(tensor: Tensor, offset: int) -> tuple[int, int]:
+        part, first_row = distributed.local_shards([tensor])[0], 0
+        if distributed.is_sharded(tensor):
+            first_row, _ = distributed.own_rows(tensor)
+        elif not process.master:
+            return 0, 0
+        data = part.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
+        with open(path, "rb+") as file:
+            file.seek(offset + first_row * math.prod(part.shape[1:]) * part.element_size())
+            file.write(data)
+        return zlib.crc32(data), len(data)
+
+    with ThreadPoolExecutor(THREADS) as pool:
+        parts, name = pool.map(write, tensors, offsets), path.name.rsplit(".", 2)[0]
+        quiet = not process.master
+        return list(waiting(parts, len(tensors), f"saving {name}", quiet, unit="part"))
 
 
 def write_sums(path: Path, sums: list[list[tuple[int, int]]]) -> None:
@@ -154,7 +164,7 @@ def write_sums(path: Path, sums: list[list[tuple[int, int]]]) -> None:
     each process, into the directory of the zip archive `path`."""
     with zipfile.ZipFile(path) as archive:
         directory, parts = archive.start_dir, [part.filename for part in archive.infolist()]
-    data = [name for name in parts if re.search(r"/data/\d+$", name)]
+    data = [name for name in parts if is_data(name)]
     with open(path, "rb+") as file:
         for name in parts:
             file.seek(directory)
@@ -171,27 +181,31 @@ def write_sums(path: Path, sums: list[list[tuple[int, int]]]) -> None:
             directory += 46 + name_length + extra + comment
         file.flush()
         to_disk(file.fileno())
+        forget_cached(file.fileno())
 
 
 def joined_crc(first: int, second: int, n_bytes: int) -> int:
     """The CRC-32 of two pieces of data, from theirs and the length of the second (the method of
-    zlib's crc32_combine: squared matrices over GF(2) that append zeros)."""
-
-    def times(matrix: list[int], vector: int) -> int:
-        total = 0
-        for row in matrix:
-            total ^= row if vector & 1 else 0
-            vector >>= 1
-        return total
-
-    zeros = [0xEDB88320] + [1 << i for i in range(31)]  # appends one bit
-    for _ in range(3):
-        zeros = [times(zeros, row) for row in zeros]  # one byte
-    while n_bytes:
-        first = times(zeros, first) if n_bytes & 1 else first
-        zeros = [times(zeros, row) for row in zeros]
-        n_bytes >>= 1
+    zlib's crc32_combine)."""
+    for k in range((8 * n_bytes).bit_length()):
+        if first and 8 * n_bytes >> k & 1:
+            first = times(appending_zeros(k), first)
     return first ^ second
+
+
+@cache
+def appending_zeros(k: int) -> list[int]:
+    """The matrix over GF(2) that makes the CRC-32 of data that of the data and 2**k zero bits."""
+    if k == 0:
+        return [0xEDB88320] + [1 << i for i in range(31)]
+    return [times(appending_zeros(k - 1), row) for row in appending_zeros(k - 1)]
+
+
+def times(matrix: list[int], vector: int) -> int:
+    total = 0
+    for i, row in enumerate(matrix):
+        total ^= row if vector >> i & 1 else 0
+    return total
 
 
 def parameter_names(model: nn.Module | dict[str, Tensor] | None) -> list[str]:
@@ -220,18 +234,23 @@ def check_sums(path: Path, first: int = 0, step: int = 1) -> None:
         if len({part.filename for part in parts}) < len(parts):
             raise zipfile.BadZipFile("two parts have the same name")
         reader = torch._C.PyTorchFileReader(str(path))
-        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
-            data = memoryview(mapped)
-            try:
-                parts = parts[first::step]
-                for part in waiting(parts, len(parts), f"verifying {path.name}", unit="part"):
-                    if part.compress_type != zipfile.ZIP_STORED:
-                        raise zipfile.BadZipFile(f"{part.filename} is compressed")
-                    begin = reader.get_record_offset(part.filename.partition("/")[2])
-                    if zlib.crc32(data[begin : begin + part.file_size]) != part.CRC:
+        with (
+            mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped,
+            memoryview(mapped) as data,
+            ThreadPoolExecutor(THREADS) as pool,
+        ):
+
+            def check(part: zipfile.ZipInfo) -> None:
+                if part.compress_type != zipfile.ZIP_STORED:
+                    raise zipfile.BadZipFile(f"{part.filename} is compressed")
+                begin = reader.get_record_offset(part.filename.partition("/")[2])
+                with data[begin : begin + part.file_size] as content:
+                    if zlib.crc32(content) != part.CRC:
                         raise zipfile.BadZipFile(f"{part.filename} does not have its checksum")
-            finally:
-                data.release()
+
+            parts = parts[first::step]
+            checked = pool.map(check, parts)
+            list(waiting(checked, len(parts), f"verifying {path.name}", unit="part"))
 
 
 def try_save(
@@ -257,7 +276,7 @@ def try_save(
 
     def write(path: Path) -> None:
         if together:
-            save_together(path, content, process, names)
+            save(path, content, names, process)
         elif process.master:
             save(path, content, names)
 

@@ -9,7 +9,7 @@ import secrets
 import socket
 import tempfile
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
@@ -169,11 +169,11 @@ def last_archived(out_dir: Path) -> Path:
 
 
 @contextlib.contextmanager
-def whole_file(path: Path, check: Callable[[Path], None] | None = None) -> Iterator[BinaryIO]:
+def whole_file(path: Path) -> Iterator[BinaryIO]:
     """A file to write to, which takes the place of `path` at the end of the `with` block.
 
-    Until then it has a name of its own. An error on the way, of `check` too, which is called with
-    that name when all is on disk, leaves `path` as it was; a crash or a full disk does so too.
+    Until then it has a name of its own. An error, a crash or a full disk on the way leaves `path`
+    as it was.
     """
     temporary = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")
     try:
@@ -181,10 +181,6 @@ def whole_file(path: Path, check: Callable[[Path], None] | None = None) -> Itera
             yield file
             file.flush()
             to_disk(file.fileno())
-            if hasattr(os, "posix_fadvise"):  # so that `check` reads the disk, not what is cached
-                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        if check is not None:
-            check(temporary)
         put_in_place(temporary, path)
     except BaseException as error:
         temporary.unlink(missing_ok=True)
@@ -212,6 +208,12 @@ def to_disk(number: int) -> None:
     except OSError as error:
         if error.errno not in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP):
             raise
+
+
+def forget_cached(number: int) -> None:
+    """Let the next reader of a file read the disk, not what the system has cached of it."""
+    if hasattr(os, "posix_fadvise"):
+        os.posix_fadvise(number, 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def file_crc(path: str | Path) -> int:

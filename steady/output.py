@@ -30,16 +30,6 @@ def waiting(
                 leave=False, dynamic_ncols=True, **options)  # fmt: skip
 
 
-def counted(file: Any, n_bytes: int, what: str) -> Any:
-    """`file` with a progress bar for what is written to it."""
-    try:
-        from tqdm.utils import CallbackIOWrapper
-    except ImportError:
-        return file
-    bar = waiting(None, n_bytes, what, unit="B", unit_scale=True)
-    return CallbackIOWrapper(bar.update, file, "write")
-
-
 def outlive_readers() -> None:
     """From here on printing never raises: what stdout does not take goes to stderr, and what that
     does not take is lost."""

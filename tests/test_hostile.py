@@ -351,8 +351,7 @@ def test_f88_evaluations_saves_and_checks_are_waited_for_with_progress(
                  "verifying train.bin"):  # fmt: skip
         assert what in names
     assert ("evaluating val_loss", 7) in seen
-    size = dict(seen)["saving ckpt.pt"]
-    assert 0.8 < size / (tmp_path / "ckpt.pt").stat().st_size < 1
+    assert dict(seen)["saving ckpt.pt"] > 30  # tensors
     assert (
         f"saved {tmp_path / 'ckpt.pt'}: {(tmp_path / 'ckpt.pt').stat().st_size / 1e6:.1f} MB in"
         in shown
