@@ -269,6 +269,7 @@ def try_save(
     if not overwrite and distributed.any_process(path.exists()):
         return True
     began, names = time.perf_counter(), parameter_names(content.get("model"))
+    distributed.limit_waiting(process, 60)  # what one process writes, the others wait for
     content = as_saved(content)
     together = process.shards_model and distributed.on_one_machine()
     if not together:
@@ -293,6 +294,7 @@ def try_save(
     failed = distributed.any_process(failed)
     if failed and last:
         say(save_elsewhere(path, write, process))
+    distributed.limit_waiting(process)
     return not failed
 
 

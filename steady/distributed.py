@@ -13,6 +13,7 @@ import contextlib
 import functools
 import json
 import os
+import re
 import secrets
 import sys
 from collections.abc import Callable, Sequence
@@ -107,9 +108,12 @@ def on_one_machine() -> bool:
 
 
 def peer_has_ended(error: BaseException) -> bool:
-    """Whether an exchange failed because another process is gone: its connection was closed, reset
-    or refused. torch says so by a RuntimeError; the hub's errors speak of connections too."""
-    return isinstance(error, RuntimeError) and "onnection" in str(error)
+    """Whether an exchange failed because another process is gone or hangs: its connection was
+    closed, reset or refused, or nothing came. torch says so by a RuntimeError; the hub's errors
+    speak of connections too."""
+    return (
+        isinstance(error, RuntimeError) and re.search("onnection|imed out", str(error)) is not None
+    )
 
 
 def this_process(
@@ -221,7 +225,7 @@ def start(process: Process, config: dict[str, Any], cuda_graphs: bool = False) -
 
     def show_error_and_exit(kind: type[BaseException], error: BaseException, trace: Any) -> None:
         if peer_has_ended(error):
-            print(f"rank {rank}: error: another process has ended", file=sys.stderr)
+            print(f"rank {rank}: error: another process has ended or hangs", file=sys.stderr)
         else:
             show_error(kind, error, trace)
         exit_now(1)
@@ -322,6 +326,16 @@ def all_reduce_min(value: float) -> float:
     found = torch.tensor(value)
     dist.all_reduce(found, op=dist.ReduceOp.MIN)
     return float(found)
+
+
+HANGING = 5.0  # minutes without an answer after which a process hangs
+
+
+def limit_waiting(process: Process, minutes: float | None = None) -> None:
+    """Let exchanges fail that take longer, so that a process that hangs ends the run. Before the
+    training loop torch's own limits apply: 10 minutes with NCCL, 30 with gloo."""
+    if process.world_size > 1:
+        dist.distributed_c10d._set_pg_timeout(timedelta(minutes=minutes or HANGING))
 
 
 def any_process(flag: bool) -> bool:

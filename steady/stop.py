@@ -14,7 +14,15 @@ import torch
 
 from configurator import is_computed, one_line_errors
 from steady import UserError, checkpoint, memory, output
-from steady.distributed import Process, any_process, exit_now, launcher, peer_has_ended, stop
+from steady.distributed import (
+    Process,
+    any_process,
+    exit_now,
+    launcher,
+    limit_waiting,
+    peer_has_ended,
+    stop,
+)
 
 # Steps in a row with gradients that are not finite: after how many to warn, and to end the run.
 # float16 begins with a few of them, while GradScaler halves its factor.
@@ -94,6 +102,7 @@ class Saving:
         self.less_memory, self.say, self.skipped = less_memory, say, 0.0
 
     def __enter__(self) -> "Saving":
+        limit_waiting(self.process)
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: Any) -> None:
@@ -153,7 +162,7 @@ class Saving:
             flags, happened = self.less_memory, "out of memory"
             traceback.clear_frames(trace)  # what they hold may be the memory that saving lacks
         elif process.world_size > 1 and peer_has_ended(error):
-            happened = "another process has ended"
+            happened = "another process has ended or hangs"
         rank = "" if process.master else f"rank {process.rank}: "
         line = ""
         if not self.enabled:

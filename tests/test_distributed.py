@@ -443,8 +443,34 @@ optim.clip_gradients = failing
     first, second = launch(2, tmp_path, code=code, fails=True)
     assert f"rank 1: error: out of memory; saved {tmp_path / 'ckpt.pt'} at iteration 4" in second
     assert "--batch_size=2 --gradient_accumulation_steps=8" in second
-    assert "another process has ended" in first and "Traceback" not in first
+    assert "another process has ended or hangs" in first and "Traceback" not in first
     assert checkpoint.load(tmp_path / "ckpt.pt")["iter_num"] == 4
+
+
+def test_f79_a_process_that_hangs_ends_the_run_in_minutes(launch, tmp_path):
+    """Here in a second: it hangs until the other one has saved, for half a minute at most."""
+    code = f"""
+import os, time
+from pathlib import Path
+from steady import distributed, optim
+distributed.HANGING = 0.02
+real, calls = optim.clip_gradients, []
+def hanging(*arguments):
+    calls.append(1)
+    if len(calls) < 3 or os.environ["RANK"] == "0":
+        return real(*arguments)
+    for _ in range(300):
+        time.sleep(0.1)
+        if Path({str(tmp_path / "ckpt.pt")!r}).exists():
+            print("the other one has gone on")
+            os._exit(1)
+    os._exit(2)
+optim.clip_gradients = hanging
+"""
+    first, second = launch(2, tmp_path, code=code, fails=True)
+    assert "another process has ended or hangs" in first and "Traceback" not in first
+    assert "the other one has gone on" in second
+    assert checkpoint.load(tmp_path / "ckpt.pt")["iter_num"] == 2
 
 
 def test_f48_all_processes_give_up_compiling_together(launch, alone, tmp_path):
