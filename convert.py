@@ -136,7 +136,8 @@ def translated(theirs: dict[str, Any]) -> dict[str, Any]:
 
 
 def read_pretrained(source: str) -> Pretrained:
-    """A model of the Llama family from a folder or the hub, weights in float32.
+    """A model of the Llama family from a folder or the hub. Its weights are in the files, and are
+    read when they are used.
 
     Raises UserError for anything that would make its numbers differ from the original's.
     """
@@ -167,13 +168,11 @@ def read_pretrained(source: str) -> Pretrained:
         except Exception as error:
             raise UserError(f"cannot read {file}: {error}") from None
     for name, tensor in tensors.items():
-        if not tensor.is_floating_point() or not checkpoint.are_finite([tensor]):
+        if not tensor.is_floating_point():
             kind = str(tensor.dtype).removeprefix("torch.")
-            raise UserError(
-                f"{folder}: {name} ({kind}) is not of finite floating-point numbers: fetch it anew"
-            )
+            raise UserError(f"{folder}: {name} ({kind}) has no floating-point numbers")
     weights = {
-        rename(name, NAMES): tensor.float()
+        rename(name, NAMES): tensor
         for name, tensor in tensors.items()
         if not name.endswith("rotary_emb.inv_freq")
     }

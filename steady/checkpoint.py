@@ -518,18 +518,23 @@ def check_weights(weights: dict[str, Tensor], model: nn.Module, complaint: str) 
 
 def check_finite(weights: dict[str, Tensor], path: Path) -> None:
     """Raises UserError that names a tensor with NaN or infinite values."""
-    for name, tensor in weights.items():
-        if tensor.is_floating_point() and not are_finite([tensor]):
-            raise UserError(f"{path}: {name} has values that are not finite")
+    floats = {name: tensor for name, tensor in weights.items() if tensor.is_floating_point()}
+    if are_finite(floats.values()):
+        return
+    name = next(name for name, tensor in floats.items() if not are_finite([tensor]))
+    raise UserError(f"{path}: {name} has values that are not finite")
 
 
 @torch.no_grad()
 def load_weights(model: nn.Module, weights: dict[str, Tensor], path: Path) -> None:
     """Load into `model` what `path` held, with fsdp only this process's part; raises UserError if
-    that is another model's."""
+    that is another model's, or not finite."""
     check_weights(weights, model, f"{path} does not fit its own model_config in")
+    own = {}
     for name, tensor in model.state_dict().items():
-        distributed.local_shards([tensor])[0].copy_(distributed.own_part(weights[name], tensor))
+        own[name] = distributed.local_shards([tensor])[0]
+        own[name].copy_(distributed.own_part(weights[name], tensor))
+    check_finite({name: own[name] for name in parameter_names(model)}, path)
 
 
 def find(out_dir: Path, name: str = "") -> Path:

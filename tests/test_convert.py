@@ -152,17 +152,24 @@ def test_tied_weights_without_an_embedding_are_named(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "damage", [lambda x: x.to(torch.int32), lambda x: x * torch.nan], ids=["int32", "nan"]
+    ("damage", "message"),
+    [
+        (lambda x: x.to(torch.int32), r"model\.norm\.weight \(int32\) has no floating-point"),
+        (lambda x: x * torch.nan, r"final_norm\.weight has values that are not finite"),
+    ],
+    ids=["int32", "nan"],
 )
-def test_weights_that_are_no_finite_numbers_are_named(tmp_path, damage):
+def test_weights_that_are_no_finite_numbers_are_named(tmp_path, damage, message):
     theirs().save_pretrained(tmp_path)
     path = tmp_path / "model.safetensors"
     tensors = safetensors_torch.load_file(path)
     safetensors_torch.save_file(
         tensors | {"model.norm.weight": damage(tensors["model.norm.weight"])}, path
     )
-    with pytest.raises(ValueError, match=r"model\.norm\.weight .* is not of finite"):
-        convert.read_pretrained(str(tmp_path))
+    with pytest.raises(ValueError, match=message):
+        pretrained = convert.read_pretrained(str(tmp_path))
+        model = GPT(GPTConfig(**pretrained.model_config))
+        checkpoint.load_weights(model, pretrained.weights, tmp_path)
 
 
 def test_unexpected_and_missing_weights_are_named(tmp_path):
