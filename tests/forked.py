@@ -49,7 +49,7 @@ def wait_for_first_process() -> None:
     """Wait for the store of the first of several processes: torch tries again after seconds."""
     if os.environ.get("RANK", "0") != "0":
         address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        while True:
+        for _ in range(3000):
             with socket.socket() as probe:
                 if probe.connect_ex(address) == 0:
                     return
