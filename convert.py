@@ -31,6 +31,7 @@ from steady.dataloader import DataSet
 from steady.folder import whole_file
 from steady.hardware import choose_dtype
 from steady.tokenizer import (
+    TEMPLATES,
     find_folder,
     from_meta,
     hf_tokenizer_meta,
@@ -142,7 +143,7 @@ def read_pretrained(source: str) -> Pretrained:
     Raises UserError for anything that would make its numbers differ from the original's.
     """
     model_config = read_model_config(find_folder(source, ["*.json"]))  # before much is downloaded
-    folder = find_folder(source, ["*.json", "*.jinja", "model*.safetensors"])
+    folder = find_folder(source, ["*.json", "*.jinja", f"{TEMPLATES}/*", "model*.safetensors"])
     try:
         from safetensors.torch import load_file
     except ImportError:
@@ -188,6 +189,8 @@ def read_pretrained(source: str) -> Pretrained:
     came_with["config"] = {key: theirs[key] for key in kept if key in theirs}
     if (folder / "chat_template.jinja").is_file():
         came_with["chat_template"] = (folder / "chat_template.jinja").read_text(encoding="utf-8")
+    if named := sorted((folder / TEMPLATES).glob("*.jinja")):
+        came_with[TEMPLATES] = {path.stem: path.read_text(encoding="utf-8") for path in named}
     came_with["dtype"] = str(next(iter(tensors.values())).dtype).removeprefix("torch.")
     return Pretrained(model_config, weights, hf_tokenizer_meta(folder), came_with)
 
@@ -219,9 +222,10 @@ def start_from(source: str, data: DataSet, block_size: int, dropout: float) -> S
             f"--block_size={longest} or less"
         )
     if pretrained.tokenizer and not same_tokenizer(data.tokenizer, pretrained.tokenizer):
+        kind = "run" if is_run else "hf"
         raise UserError(
             f"data set {data.folder.name} was not made with {source}'s tokenizer: make one with "
-            f"python data/text/prepare.py --input=FILES --tokenizer=hf:{source} --out=data/NAME"
+            f"python data/text/prepare.py --input=FILES --tokenizer={kind}:{source} --out=data/NAME"
         )
     if not pretrained.tokenizer and os.environ.get("RANK", "0") == "0":
         print(f"note: {source} has no tokenizer.json: whether {data.folder.name} was made with its "
@@ -260,9 +264,9 @@ def write_pretrained(saved: dict[str, Any], folder: Path, dtype: torch.dtype) ->
     tokenizer = from_meta(saved["tokenizer"])
     came_with = saved.get("pretrained") or {}
     before = came_with.get("config", {})
-    ids = {"bos_token_id": tokenizer.end_of_text, "eos_token_id": tokenizer.end_of_text} | before
-    if len(tokenizer.stop_tokens) > 1 and "eos_token_id" not in before:
-        ids["eos_token_id"] = tokenizer.stop_tokens
+    ids = {"bos_token_id": tokenizer.end_of_text} | before
+    stops = tokenizer.stop_tokens  # what ends a sample here ends it there
+    ids["eos_token_id"] = stops if len(stops) > 1 else stops[0] if stops else None
     if tokenizer.begin_of_text is not None:
         ids["bos_token_id"] = tokenizer.begin_of_text
     longest = max(ours.block_size, ids.pop("max_position_embeddings", 0))
@@ -286,12 +290,8 @@ def write_pretrained(saved: dict[str, Any], folder: Path, dtype: torch.dtype) ->
         "tie_word_embeddings": ours.tied_embeddings,
         "torch_dtype": str(dtype).removeprefix("torch."),
     } | ids
-    generation = {"bos_token_id": ids["bos_token_id"], "eos_token_id": ids["eos_token_id"]}
-    generation |= came_with.get("generation_config", {})
-    if len(tokenizer.stop_tokens) > 1 and "eos_token_id" not in came_with.get(
-        "generation_config", {}
-    ):
-        generation["eos_token_id"] = tokenizer.stop_tokens
+    generation = {"bos_token_id": ids["bos_token_id"]} | came_with.get("generation_config", {})
+    generation["eos_token_id"] = ids["eos_token_id"]
     if folder.exists() and not folder.is_dir():
         raise UserError(f"--to={folder} is no folder: name one")
     if holds_another_model(folder):
@@ -306,17 +306,22 @@ def write_pretrained(saved: dict[str, Any], folder: Path, dtype: torch.dtype) ->
     }
     # safetensors writes to a name, and has its own error for a full disk
     part = folder / f"model.{secrets.token_hex(4)}.tmp"
+    before = set(folder.iterdir())
     try:
-        save_file(weights, part, metadata={"format": "pt"} | WRITER)
-    except Exception as error:
-        part.unlink(missing_ok=True)
-        raise UserError(f"{folder} is not complete: {error}") from None
-    for name, content in (("config", theirs), ("generation_config", generation)):
-        with whole_file(folder / f"{name}.json") as file:
-            file.write(json.dumps(content, indent=2).encode() + b"\n")
-    write_hf_tokenizer(saved["tokenizer"], folder, came_with)
-    shutil.copymode(folder / "config.json", part)  # or it is ours alone
-    part.replace(folder / "model.safetensors")
+        try:
+            save_file(weights, part, metadata={"format": "pt"} | WRITER)
+        except Exception as error:
+            raise UserError(f"{folder} is not complete: {error}") from None
+        for name, content in (("config", theirs), ("generation_config", generation)):
+            with whole_file(folder / f"{name}.json") as file:
+                file.write(json.dumps(content, indent=2).encode() + b"\n")
+        write_hf_tokenizer(saved["tokenizer"], folder, came_with)
+        shutil.copymode(folder / "config.json", part)  # or it is ours alone
+        part.replace(folder / "model.safetensors")
+    except BaseException:
+        for path in {*folder.glob("*.*")} - before:  # they would stand in the way of a second try
+            path.unlink()
+        raise
 
 
 if __name__ == "__main__":

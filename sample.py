@@ -64,6 +64,9 @@ try:
     prompt = encode_prompt(tokenizer, start)
 except UserError as error:
     raise UserError(f"--start: {error}") from None
+if len(prompt) > model.config.block_size:
+    print(f"note: the model sees the last {model.config.block_size} of the prompt's {len(prompt)} "
+          "tokens only", file=sys.stderr)  # fmt: skip
 require_room(model.config, num_samples, len(prompt), max_new_tokens, dtype, device)
 tokens = torch.tensor([prompt] * num_samples, device=device)
 generator = torch.Generator(device=device).manual_seed(seed)

@@ -39,7 +39,7 @@ from steady.distributed import ALONE, Process
 from steady.folder import FILES, forget_cached, hold_lock, last_archived, put_in_place, to_disk
 from steady.optim import decay_start, kind_of, learning_rate_at, load_state
 from steady.output import shown, waiting
-from steady.tokenizer import Tokenizer, check_meta, from_meta
+from steady.tokenizer import TEMPLATES, Tokenizer, check_meta, from_meta
 
 MAX_ROPE_VALUES = 2**28  # 2 GiB of rotary tables
 THREADS = min(8, os.cpu_count() or 1)  # that write or read a checkpoint
@@ -408,9 +408,13 @@ def load(path: Path, kinds: dict[str, type] = WEIGHTS_ONLY) -> dict[str, Any]:
 def check_came_with(came_with: Any, source: str) -> None:
     """Raises UserError unless `came_with` is what `Pretrained.came_with` (convert.py) may be."""
     kinds = {name: dict for name in ("config", "generation_config", "tokenizer_config",
-                                     "special_tokens_map")} | {"chat_template": str}  # fmt: skip
+                                     "special_tokens_map", TEMPLATES)}  # fmt: skip
     good = isinstance(came_with, dict) and all(
         isinstance(value, kinds.get(key, str)) for key, value in came_with.items()
+    )
+    good = good and all(
+        re.fullmatch(r"[\w-]+", str(name)) and isinstance(text, str)
+        for name, text in came_with.get(TEMPLATES, {}).items()
     )
     dtype = getattr(torch, str(came_with.get("dtype")), None) if good else None
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:

@@ -40,8 +40,8 @@ from steady.tokenizer import (
     Tokenizer,
     code_points,
     encode_pieces,
+    from_meta,
     load_tokenizer,
-    read_json,
     train_bpe,
     write_hf_tokenizer,
 )
@@ -58,7 +58,7 @@ BPE_BYTES = 2**28  # of text that a BPE is trained on
 # preparation
 split = "train"  # split of the repository; val_fraction of it is held out
 revision = "main"  # commit, tag or branch: name a commit for a data set that never changes
-tokenizer = "gpt2"  # gpt2, byte, or hf:PATH_OR_HUB_ID
+tokenizer = "gpt2"  # gpt2, byte, hf:PATH_OR_HUB_ID, or run:FOLDER
 special_tokens = False  # read special tokens that texts spell as tokens: for chat data
 num_proc = 1  # processes that tokenize
 streaming = False  # read over the network without keeping a copy of the text
@@ -141,6 +141,7 @@ def complete(
     returns their counts. They appear together, when all of them are on disk."""
     require_ours(folder)
     remove_temporary(folder, FILES)
+    stale = own_tokenizer(folder) if own_tokenizer(folder) != tokenizer.meta().get("json") else None
     dtype, counts = token_dtype(tokenizer), {}
     replaced = ", replacing an earlier data set" if (folder / "train.bin").exists() else ""
     with contextlib.ExitStack() as stack:
@@ -169,6 +170,8 @@ def complete(
         for file in files.values():
             file.flush()
             to_disk(file.fileno())
+    for name in ("tokenizer.json", "tokenizer_config.json") if stale else ():
+        (folder / name).unlink(missing_ok=True)
     for split in SPLITS:
         print(f"{folder / split}.bin: {counts[split]['tokens']:,} tokens{replaced}")
     name = folder.name if folder.resolve().parent.name == "data" else folder
@@ -208,6 +211,15 @@ def require_ours(folder: Path) -> None:
     raise UserError(f"{path} is there and belongs to no data set: move it, or use another --out")
 
 
+def own_tokenizer(folder: Path) -> str | None:
+    """The tokenizer.json in `folder` that the data set there was made with, as meta.json has it."""
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        text = json.loads((folder / "meta.json").read_text(encoding="utf-8")).get("json")
+        if text and json.loads(text) == json.loads((folder / "tokenizer.json").read_text("utf-8")):
+            return text
+    return None
+
+
 def split_text(text: str, val_fraction: float = 0.1) -> dict[str, list[str]]:
     """The last `val_fraction` of a text as validation set, as nanoGPT's prepare scripts do."""
     cut = int(len(text) * (1 - val_fraction))
@@ -218,7 +230,7 @@ def prepare_hub_dataset(namespace: dict[str, Any]) -> None:
     """All that a data set's prepare.py does with its `globals()` and the command line."""
     config = configure(namespace, base=__file__, positional="")
     folder = config.pop("out") or Path(namespace["__file__"]).parent
-    chosen = load_tokenizer(config.pop("tokenizer"), config.pop("special_tokens"))
+    chosen = tokenizer_named(config.pop("tokenizer"), config.pop("special_tokens"))
     prepare_from_hub(folder, chosen, **config)
 
 
@@ -299,7 +311,7 @@ def prepare_from_files(
     elif special_tokens and tokenizer.startswith("bpe:"):
         raise UserError("special_tokens=True is for gpt2 and hf: tokenizers, a new BPE has none")
     else:
-        chosen = load_tokenizer(tokenizer, special_tokens)
+        chosen = tokenizer_named(tokenizer, special_tokens)
     if special_tokens and not getattr(chosen, "special_tokens", False):
         raise UserError(f"special_tokens=True is for gpt2 and hf: tokenizers, not {tokenizer}")
     groups = textfiles.plan(paths, val_fraction, chosen.seam)
@@ -313,6 +325,17 @@ def prepare_from_files(
     size = sum(part.size for parts in groups for part in parts)
     size = size * 2 if tokenizer in ("char", "byte") else size // 2
     write_in_shards(folder, chosen, source, write_text_shard, jobs, size, num_proc)
+
+
+def tokenizer_named(name: str, special_tokens: bool) -> Tokenizer:
+    """As `load_tokenizer`; run:FOLDER is that of a run of train.py's."""
+    if not name.startswith("run:"):
+        return load_tokenizer(name, special_tokens)
+    from steady import checkpoint  # which needs torch
+
+    path = Path(name.removeprefix("run:"))
+    meta = checkpoint.load(path if path.is_file() else checkpoint.find(path))["tokenizer"]
+    return from_meta(meta | ({"special_tokens": True} if special_tokens else {}))
 
 
 def texts_of(
@@ -339,9 +362,8 @@ def own_bpe(
     size = name.partition(":")[2]
     if not size.isdigit():
         raise UserError(f"unknown tokenizer={name!r}: write the vocabulary's size, as in bpe:8192")
-    ours, theirs = read_json(folder / "meta.json").get("json"), folder / "tokenizer.json"
-    for path in (theirs, folder / "tokenizer_config.json"):
-        if os.path.lexists(path) and (not ours or json.loads(ours) != read_json(theirs)):
+    for path in (folder / "tokenizer.json", folder / "tokenizer_config.json"):
+        if os.path.lexists(path) and not own_tokenizer(folder):
             raise UserError(f"{path} is there and of no data set: move it, or use another --out")
     claim(folder / SHARDS)
     meta = {"size": int(size), "parts": hashlib.sha256(repr(groups).encode()).hexdigest()}

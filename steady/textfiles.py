@@ -17,6 +17,7 @@ import contextlib
 import csv
 import io
 import json
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -135,7 +136,9 @@ def check_text(path: Path, kind: str) -> None:
             problem = f"bytes that are no UTF-8 ({error.reason} at byte {error.start})"
         else:
             with contextlib.suppress(ValueError, RecursionError):
-                first_row = json.loads(text.split("\n", 1)[0])
+                first, ends, _ = text.partition("\n")
+                cut = not ends and re.match(r'\s*\{\s*"[^"]*"\s*:', first)  # a longer row
+                first_row = {} if cut else json.loads(first)
     if problem:
         raise UserError(
             f"{path} is no text: it holds {problem}. Accepted are {ACCEPTED}; unpack archives, and "
@@ -236,8 +239,14 @@ def rows(part: Part, column: str) -> Iterator[tuple[int, str, str, str | None]]:
 def json_rows(part: Part, column: str) -> Iterator[tuple[int, str, str, str | None]]:
     if holds_list(part.path):
         with open_bytes(part.path) as file:
-            for row, value in enumerate(list_items(io.TextIOWrapper(file, "utf-8-sig"))):
-                yield row, f"row {row + 1}", *text_in(value, column)
+            # bytes that are no UTF-8 become halves of characters, and so bad rows
+            text = io.TextIOWrapper(file, "utf-8-sig", errors="surrogateescape")
+            row = -1
+            try:
+                for row, value in enumerate(list_items(text)):
+                    yield row, f"row {row + 1}", *text_in(value, column)
+            except (ValueError, RecursionError) as error:  # where the next row begins is not known
+                raise ValueError(f"row {row + 2} is no JSON: {error}") from None
         return
     packed = is_packed(part.path)
     with open_bytes(part.path) as file:
@@ -277,13 +286,19 @@ def checked(text: object, column: str) -> tuple[str, str | None]:
     try:
         text.isascii() or text.encode()
     except UnicodeEncodeError as error:
+        if "\udc80" <= text[error.start] <= "\udcff":  # as surrogateescape decodes other bytes
+            return "", f"no UTF-8 (byte 0x{ord(text[error.start]) - 0xDC00:02x})"
         return "", f"half a character ({error})"
     return text, None
 
 
 def list_items(file: io.TextIOWrapper) -> Iterator[Any]:
     """The items of a JSON list, without holding all of it."""
-    decoder, text, size = json.JSONDecoder(), file.read(READ_BYTES).lstrip()[1:], READ_BYTES
+    decoder, text, size = (
+        json.JSONDecoder(strict=False),
+        file.read(READ_BYTES).lstrip()[1:],
+        READ_BYTES,
+    )
     while True:
         text = text.lstrip(" \t\r\n,")
         if text[:1] == "]":  # of one list: there may be another
@@ -301,7 +316,7 @@ def list_items(file: io.TextIOWrapper) -> Iterator[Any]:
         except ValueError as error:
             more = file.read(size)
             if not more:
-                raise ValueError(f"this is no list of JSON objects: {error}") from None
+                raise ValueError(str(error)) from None
             text, size = text + more, size * 2  # a longer item: do not begin it again too often
             continue
         yield item
@@ -318,14 +333,23 @@ def csv_rows(part: Part, column: str) -> Iterator[tuple[int, str, str, str | Non
         delimiter = "\t" if inner.suffix.lower() == ".tsv" else ","
         reader = csv.reader(text, delimiter=delimiter, strict=True)
         header = next(reader, [])
-        if column not in header:
-            raise BadRow(
-                f"rows without {column!r}, only {shown(', '.join(header))}: pass --column=NAME"
-            )
+        require_column(column, header)
         at = header.index(column)
         for row, fields in enumerate(filter(None, closed(reader))):
-            found = fields[at] if at < len(fields) else None
-            yield row, f"line {reader.line_num}", *checked(found, column)
+            if len(fields) == len(header):
+                text, problem = checked(fields[at], column)
+            else:
+                text, problem = "", f"{len(fields)} fields, not {len(header)}: check its quotes"
+            yield row, f"line {reader.line_num}", text, problem
+
+
+def require_column(column: str, names: list[str]) -> None:
+    """Raises BadRow unless one column has that name."""
+    if names.count(column) > 1:
+        raise BadRow(f"{names.count(column)} columns with the name {column!r}")
+    if column not in names:
+        found = f"only {shown(', '.join(names))}: pass --column=NAME" if names else "it is empty"
+        raise BadRow(f"rows without {column!r}, {found}")
 
 
 def closed(reader: Any) -> Iterator[list[str]]:
@@ -345,9 +369,7 @@ def parquet_rows(part: Part, column: str) -> Iterator[tuple[int, str, str, str |
     import pyarrow.parquet
 
     file, row = pyarrow.parquet.ParquetFile(part.path), part.first_row
-    if column not in file.schema_arrow.names:
-        found = shown(", ".join(file.schema_arrow.names))
-        raise BadRow(f"rows without {column!r}, only {found}: pass --column=NAME")
+    require_column(column, file.schema_arrow.names)
     groups = range(part.start, part.stop)
     for batch in file.iter_batches(batch_size=1000, row_groups=groups, columns=[column]):
         try:

@@ -221,11 +221,11 @@ class HFTokenizer:
             raise UserError(f"this is no tokenizer.json: {error}") from None
         self.tokenizer.no_truncation()  # many files ask for both, for a model's inputs
         self.tokenizer.no_padding()
-        self.tokenizer.encode_special_tokens = not special_tokens  # as characters
         self.content, self.end_of_text, self.begin_of_text = content, end_of_text, begin_of_text
         ends = [] if end_of_text is None else [end_of_text]
         self.stop_tokens = list(dict.fromkeys([*ends, *stop_tokens]))
         self.special_tokens = special_tokens
+        self.added = self.tokenizer.get_added_tokens_decoder()
         vocabulary = self.tokenizer.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocabulary.values()) + 1
         if self.vocab_size > len(content):  # each token takes several characters
@@ -235,6 +235,15 @@ class HFTokenizer:
         # of models that spell unknown characters in bytes: <0x00> to <0xFF>
         bytes_ = [vocabulary.get(f"<0x{i:02X}>") for i in range(256)]
         self.byte_ids = None if None in bytes_ else bytes_
+        self.for_text = self.tokenizer
+        if not special_tokens:  # what spells one is characters
+            special = {id for id, token in self.added.items() if token.special}
+            special |= {*self.stop_tokens} | {begin_of_text} - {None}
+            content = without_spellings(content, special - {*bytes_})
+            self.for_text = Tokenizer.from_str(content)
+            self.for_text.no_truncation()
+            self.for_text.no_padding()
+            self.for_text.encode_special_tokens = True
 
     def encode(self, text: str) -> list[int]:
         return self.encode_between("", text, "")
@@ -249,13 +258,26 @@ class HFTokenizer:
     def encode_with_offsets(self, text: str) -> tuple[list[int], list[int], list[int]]:
         """The ids, and where each one's characters start and stop."""
         try:
-            encoding = self.tokenizer.encode(text, add_special_tokens=False)
+            encoding = self.for_text.encode(text, add_special_tokens=False)
         except Exception as error:  # a vocabulary without a token for what it does not know
             raise UserError(
                 f"the tokenizer does not know all of {reprlib.repr(text)}: {error}"
             ) from None
         starts, stops = zip(*encoding.offsets, strict=True) if encoding.ids else ((), ())
         return encoding.ids, list(starts), list(stops)
+
+    def encode_prompt(self, text: str) -> list[int]:
+        """As `encode`, but what spells a special token is that token."""
+        spelling = self.tokenizer.id_to_token(self.end_of_text) if self.end_of_text else None
+        if spelling and self.end_of_text not in self.added and spelling in text:
+            parts = [self.encode_prompt(part) for part in text.split(spelling)]
+            return parts[0] + [id for part in parts[1:] for id in (self.end_of_text, *part)]
+        try:
+            return self.tokenizer.encode(text, add_special_tokens=False).ids
+        except Exception as error:  # a vocabulary without a token for what it does not know
+            raise UserError(
+                f"the tokenizer does not know all of {reprlib.repr(text)}: {error}"
+            ) from None
 
     def decode(self, ids: list[int]) -> str:
         if self.byte_ids is not None:
@@ -299,21 +321,44 @@ class HFTokenizer:
         return None
 
 
+def without_spellings(content: str, ids: set[int]) -> str:
+    """A tokenizer.json in which no text spells the tokens `ids`: the models of some kinds (Unigram,
+    WordLevel) have them in their vocabulary, and would find them there."""
+    tokenizer = json.loads(content)
+    added, model = tokenizer.get("added_tokens") or [], tokenizer["model"]
+    vocabulary = model.get("vocab")
+    if isinstance(vocabulary, dict):
+        names = {id: name for name, id in vocabulary.items() if id in ids}
+    else:
+        names = {id: vocabulary[id][0] for id in ids if id < len(vocabulary or ())}
+    names |= {token["id"]: token["content"] for token in added if token["id"] in ids}
+    hidden = {name: f"\0{id}\0" for id, name in names.items()}  # in no text
+    if isinstance(vocabulary, dict):
+        model["vocab"] = {hidden.get(name, name): id for name, id in vocabulary.items()}
+    elif vocabulary:
+        model["vocab"] = [[hidden.get(name, name), score] for name, score in vocabulary]
+    if model.get("unk_token") in hidden:
+        model["unk_token"] = hidden[model["unk_token"]]
+    for token in added:
+        token["content"] = hidden.get(token["content"], token["content"])
+    tokenizer["post_processor"] = None  # it names tokens, and serves inputs of models only
+    return json.dumps(tokenizer)
+
+
 def encode_prompt(tokenizer: Tokenizer, text: str) -> list[int]:
     """The ids of a prompt, which begins as the documents of the training set do. Where the text
-    spells the end-of-text token, it is that token, as in nanoGPT; an empty one is only the token
-    that comes before a document's first.
+    spells a special token, it is that token, as in nanoGPT; an empty one is only the token that
+    comes before a document's first.
 
     Raises UserError if that leaves nothing.
     """
     end, begin = tokenizer.end_of_text, tokenizer.begin_of_text
-    spelling = "<|endoftext|>"
-    if end is not None and isinstance(tokenizer, HFTokenizer):
-        spelling = tokenizer.tokenizer.id_to_token(end) or spelling
-    parts = [
-        tokenizer.encode(part) for part in (text.split(spelling) if end is not None else [text])
-    ]
-    ids = parts[0] + [id for part in parts[1:] for id in (end, *part)]
+    if isinstance(tokenizer, HFTokenizer):
+        ids = tokenizer.encode_prompt(text)
+    else:
+        texts = text.split("<|endoftext|>") if end is not None else [text]
+        parts = [tokenizer.encode(part) for part in texts]
+        ids = parts[0] + [id for part in parts[1:] for id in (end, *part)]
     if begin is not None and ids[:1] != [begin]:
         ids = [begin, *ids]
     if not ids and end is None:
@@ -363,6 +408,7 @@ META_VALUES = {  # what meta.json may say: in words, and as a check
     **{key: ("an object with the counts of train and val", lambda v: isinstance(v, dict) and all(
         type(n) is int and n >= 0 for n in v.values())) for key in ("tokens", "bytes", "crc32")},
 }  # fmt: skip
+TEMPLATES = "additional_chat_templates"  # transformers' folder of those with names
 NEEDED_KEY = {"char": "alphabet", "hf": "json"}  # by tokenizer
 
 
@@ -405,8 +451,9 @@ def hf_tokenizer_meta(folder: Path) -> dict[str, Any]:
     """What `from_meta` needs for the tokenizer.json in `folder`; empty if there is none.
 
     Which token begins a text is what transformers prepends: what the tokenizer's own template
-    says, unless tokenizer_config.json has add_bos_token. Which ones end it stands in one of four
-    files, depending on who wrote the folder; all of them end a sample, the first one a document.
+    says. (add_bos_token in tokenizer_config.json agrees with it, or is not heeded by transformers
+    5.) Which ones end it stands in one of four files, depending on who wrote the folder; all of
+    them end a sample, the first one a document.
     """
     path = folder / "tokenizer.json"
     if not path.exists():
@@ -431,7 +478,7 @@ def hf_tokenizer_meta(folder: Path) -> dict[str, Any]:
             if type(id) is not int or id not in range(tokenizer.vocab_size):
                 raise UserError(
                     f"{folder / name}: eos_token_id={reprlib.repr(id)} is no id of the tokenizer's "
-                    f"{tokenizer.vocab_size}"
+                    f"{tokenizer.vocab_size}: correct it there, or make it null"
                 )
             ends.append(id)
     ends.append(id_of("eos_token", settings))
@@ -439,23 +486,36 @@ def hf_tokenizer_meta(folder: Path) -> dict[str, Any]:
     ends = list(dict.fromkeys(id for id in ends if id is not None))
     before, after = added_by_template(tokenizer)
     ends += after[:1] if not ends else []
-    begin = before[0] if before and before[0] not in ends else None
-    if isinstance(settings.get("add_bos_token"), bool):
-        begin = id_of("bos_token", settings) if settings["add_bos_token"] else None
+    if len(before) > 1:
+        raise UserError(
+            f"{path} puts {len(before)} tokens before a text: no more than one is supported"
+        )
+    adds = settings.get("add_bos_token")
+    if isinstance(adds, bool) and adds != bool(before) and id_of("bos_token", settings) is not None:
+        print(
+            f"note: {folder / 'tokenizer_config.json'} has add_bos_token={adds}, but the template "
+            f"in tokenizer.json says otherwise: texts and prompts "
+            f"{'begin' if before else 'do not begin'} with {settings['bos_token']!r}, as in "
+            "transformers 5"
+        )
     return tokenizer.meta() | {
-        "begin_of_text": begin, "end_of_text": ends[0] if ends else None, "stop_tokens": ends,
+        "begin_of_text": before[0] if before else None,
+        "end_of_text": ends[0] if ends else None, "stop_tokens": ends,
     }  # fmt: skip
 
 
 def added_by_template(tokenizer: HFTokenizer) -> tuple[list[int], list[int]]:
     """The ids that a tokenizer's template puts before and after a text."""
-    for text in ("a", "1", "."):
-        whole = tokenizer.tokenizer.encode(text).ids
-        bare = tokenizer.tokenizer.encode(text, add_special_tokens=False).ids
+    encode, vocabulary = tokenizer.tokenizer.encode, tokenizer.tokenizer.get_vocab()
+    for text in ("a", "1", ".", *itertools.islice(vocabulary, 1000)):
+        try:
+            whole, bare = encode(text).ids, encode(text, add_special_tokens=False).ids
+        except Exception:  # a vocabulary without a token for what it does not know
+            continue
         for i in range(len(whole) - len(bare) + 1 if bare else 0):
             if whole[i : i + len(bare)] == bare:
                 return whole[:i], whole[i + len(bare) :]
-    return tokenizer.tokenizer.encode("").ids, []
+    return [], []
 
 
 def write_hf_tokenizer(
@@ -480,10 +540,7 @@ def write_hf_tokenizer(
         if written.encode("").ids != ([] if begin is None else [begin]):
             written.post_processor = processors.ByteLevel(trim_offsets=False)
             if begin is not None:
-                token = written.id_to_token(begin)
-                written.post_processor = processors.TemplateProcessing(
-                    single=f"{token} $A", pair=f"{token} $A $B", special_tokens=[(token, begin)]
-                )
+                written = tokenizers.Tokenizer.from_str(prepending(written.to_str(), begin))
     elif isinstance(tokenizer, CharTokenizer):
         written = tokenizers.Tokenizer(models.WordLevel(tokenizer.ids, unk_token=""))
         every = tokenizers.Regex(r"[\s\S]")
@@ -523,6 +580,9 @@ def write_hf_tokenizer(
             settings["bos_token"] = settings["eos_token"]
     if begin is not None:
         settings["bos_token"] = written.id_to_token(begin)
+    before = json.loads(written.to_str())["pre_tokenizer"] or {}
+    if "add_prefix_space" in before:  # else transformers 4 sets it to its own default
+        settings["add_prefix_space"] = before["add_prefix_space"]
     with whole_file(folder / "tokenizer.json") as file:
         file.write(written.to_str(pretty=True).encode())
     files = {
@@ -533,9 +593,30 @@ def write_hf_tokenizer(
         if content:
             with whole_file(folder / f"{name}.json") as file:
                 file.write(json.dumps(content, indent=2).encode() + b"\n")
+    templates = {f"{TEMPLATES}/{name}": text
+                 for name, text in came_with.get(TEMPLATES, {}).items()}  # fmt: skip
     if came_with.get("chat_template"):
-        with whole_file(folder / "chat_template.jinja") as file:
-            file.write(came_with["chat_template"].encode())
+        templates["chat_template"] = came_with["chat_template"]
+    for name, text in templates.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        with whole_file(folder / f"{name}.jinja") as file:
+            file.write(text.encode())
+
+
+def prepending(content: str, begin: int) -> str:
+    """A tokenizer.json with a template that puts the token `begin` before each text. (A template
+    written as a string could not name a token with a space, a colon or a dollar sign.)"""
+    import tokenizers
+
+    tokenizer = json.loads(content)
+    token = tokenizers.Tokenizer.from_str(content).id_to_token(begin)
+    special = {"SpecialToken": {"id": token, "type_id": 0}}
+    first, second = ({"Sequence": {"id": name, "type_id": 0}} for name in "AB")
+    tokenizer["post_processor"] = {
+        "type": "TemplateProcessing", "single": [special, first], "pair": [special, first, second],
+        "special_tokens": {token: {"id": token, "ids": [begin], "tokens": [token]}},
+    }  # fmt: skip
+    return json.dumps(tokenizer)
 
 
 def byte_characters() -> list[str]:
@@ -578,15 +659,27 @@ def load_tokenizer(name: str, special_tokens: bool = False) -> Tokenizer:
                 f"warning: none of {source}'s files names an end-of-text token: documents will not "
                 "be separated, and samples will not end on their own"
             )
+        model = json.loads(meta["json"])["model"]
+        drops = model.get("type") == "BPE" and not model.get("unk_token")
+        if drops and not model.get("byte_fallback") and not spells_bytes(meta["json"]):
+            print(
+                f"warning: {source} drops characters that its vocabulary lacks, without a token "
+                "for them: bits per byte count them all the same"
+            )
         return from_meta(meta | {"special_tokens": special_tokens})
     if name not in ("gpt2", "byte"):
         raise UserError(
-            f"unknown tokenizer={name!r}: use gpt2, byte, hf:PATH_OR_HUB_ID, or for "
+            f"unknown tokenizer={name!r}: use gpt2, byte, hf:PATH_OR_HUB_ID, run:FOLDER, or for "
             "text of your own char or bpe:SIZE"
         )
     if name == "byte" and special_tokens:
         raise UserError("special_tokens=True is not for bytes: their only one has no spelling")
     return from_meta({"tokenizer": name, "special_tokens": special_tokens})
+
+
+def spells_bytes(content: str) -> bool:
+    """Whether a tokenizer.json writes texts as bytes, as GPT-2's does."""
+    return '"ByteLevel"' in json.dumps(json.loads(content).get("pre_tokenizer"))
 
 
 def how_to_make(folder: Path) -> str:

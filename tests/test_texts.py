@@ -5,6 +5,7 @@ import json
 import math
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -171,13 +172,40 @@ def test_f61_f66_data_prompts_and_exports_do_as_the_model_was_trained(
     assert saved["tokenizer"].get("begin_of_text") == meta["begin_of_text"]
 
 
-def test_f61_add_bos_token_in_tokenizer_config_wins(tmp_path):
-    folder = with_bos(tmp_path / "model")
+@pytest.mark.parametrize("adds", [True, False])
+@pytest.mark.parametrize("begin", ["<s>", "</s>", ""])
+def test_f61_the_template_decides_as_it_does_for_transformers(tmp_path, capsys, begin, adds):
+    """Also where one token both begins and ends texts."""
+    tokenizer = byte_level(["<s>", "</s>"], begin=begin)
+    folder = save_model(tmp_path / "model", tokenizer, bos_token=begin or "<s>", eos_token="</s>")
     path = folder / "tokenizer_config.json"
-    settings = json.loads(path.read_text())
-    assert load_tokenizer(f"hf:{folder}").begin_of_text == 0
-    path.write_text(json.dumps(settings | {"add_bos_token": False}))
-    assert load_tokenizer(f"hf:{folder}").begin_of_text is None
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"add_bos_token": adds}))
+    found = load_tokenizer(f"hf:{folder}")
+    theirs = transformers.AutoTokenizer.from_pretrained(folder)("a").input_ids
+    assert encode_prompt(found, "a") == theirs and len(theirs) == 1 + bool(begin)
+    noted = "the template in tokenizer.json says otherwise" in capsys.readouterr().out
+    assert noted is (adds is not bool(begin))
+    tokenizers_.write_hf_tokenizer(found.meta(), tmp_path)
+    assert transformers.AutoTokenizer.from_pretrained(tmp_path)("a").input_ids == theirs
+
+
+def test_f61_templates_with_several_tokens_are_refused_and_odd_names_kept(tmp_path):
+    special = ["<begin of text>", "<bos:1>", "$A", "</s>"]
+    tokenizer = byte_level(special)
+    for i, name in enumerate(special[:3]):
+        content = tokenizers_.prepending(tokenizer.to_str(), i)
+        (tmp_path / "tokenizer.json").write_text(content)
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>"}))
+        found = load_tokenizer(f"hf:{tmp_path}")
+        assert found.begin_of_text == i and found.end_of_text == 3
+        tokenizers_.write_hf_tokenizer(found.meta() | {"json": tokenizer.to_str()}, tmp_path)
+        ids = transformers.AutoTokenizer.from_pretrained(tmp_path)("a").input_ids
+        assert ids[0] == i and len(ids) == 2, name
+    two = json.loads(content)
+    two["post_processor"]["single"].insert(0, two["post_processor"]["single"][0])
+    (tmp_path / "tokenizer.json").write_text(json.dumps(two))
+    with pytest.raises(ValueError, match="puts 2 tokens before a text: no more than one"):
+        load_tokenizer(f"hf:{tmp_path}")
 
 
 def test_f61_a_data_set_made_without_the_token_is_no_data_for_such_a_model(tmp_path):
@@ -293,6 +321,38 @@ def test_f63_a_bad_row_of_parquet_is_no_bad_file(run, tmp_path):
     assert (read(tmp_path / "o", "train") + read(tmp_path / "o", "val")).count(256) == 40
 
 
+@pytest.mark.parametrize(
+    ("name", "rows", "problem"),
+    [
+        ("a.csv", b"text\ngood\nHello, world\n", "line 3: 2 fields, not 1: check its quotes"),
+        ("a.tsv", b"id\ttext\n1\tgood\n2\ta\tb\n", "line 3: 3 fields, not 2"),
+        ("a.csv", b"text\ngood\nna\xefve\n", r"line 3: no UTF-8 \(byte 0xef\)"),
+        ("a.json", b'[{"text": "good"}, {"text": "na\xefve"}]', r"row 2: no UTF-8 \(byte 0xef"),
+    ],
+)
+def test_f63_rows_that_would_lose_text_are_bad_rows(run, tmp_path, name, rows, problem):
+    (tmp_path / name).write_bytes(rows)
+    groups = textfiles.plan([tmp_path / name], 0.1, ByteTokenizer().seam)
+    found = [row for parts in groups for part in parts for row in textfiles.rows(part, "text")]
+    assert found[0][2:] == ("good", None) and len(found) == 2
+    assert re.match(problem, f"{found[1][1]}: {found[1][3]}")
+
+
+def test_f63_a_list_takes_control_characters_and_names_what_it_cannot_read(tmp_path):
+    for rows, error in (
+        (b'[{"text": "a\tb"}]', None),
+        (b'[{"text": "a"}, {"text": ' + b"[" * 100_000 + b"]" * 100_000 + b"}]", "row 2 is no"),
+        (b'[{"text": "a"}, {"text": b}]', "row 2 is no JSON"),
+    ):
+        (tmp_path / "a.json").write_bytes(rows)
+        groups = textfiles.plan([tmp_path / "a.json"], 0.1, ByteTokenizer().seam)
+        if error is None:
+            assert [row[2] for row in textfiles.rows(groups[0][0], "text")] == ["a\tb"]
+            continue
+        with pytest.raises(ValueError, match=error):
+            list(textfiles.rows(groups[0][0], "text"))
+
+
 @pytest.mark.parametrize("run_of", [" ", "\n ", "word ", "a"])
 def test_f63_long_rows_are_tokenized_in_pieces_as_in_one(gpt2_files, run_of, monkeypatch):
     """A million spaces make tiktoken panic (tiktoken#15); this is the same with smaller pieces."""
@@ -354,6 +414,33 @@ def test_f65_text_is_text_unless_asked(tmp_path, make):
     assert special & set(chat.encode(CONTROL)) and from_meta(chat.meta()).special_tokens
 
 
+@pytest.mark.parametrize("kind", ["Unigram", "WordLevel"])
+def test_f65_models_that_have_special_tokens_in_their_vocabulary(tmp_path, kind):
+    special = ["<unk>", "<s>", "</s>"]
+    if kind == "Unigram":
+        pieces = [(name, 0.0) for name in special] + [(c, -5.0) for c in "</s>x y"]
+        tokenizer = tokenizers.Tokenizer(tokenizers.models.Unigram(pieces, 0))
+    else:
+        words = {name: i for i, name in enumerate([*special, "x", "y"])}
+        tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, "<unk>"))
+        tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    tokenizer.add_special_tokens(special)
+    (tmp_path / "tokenizer.json").write_text(tokenizer.to_str())
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>"}))
+    found = load_tokenizer(f"hf:{tmp_path}")
+    assert not {1, 2} & set(found.encode("x </s> <s> y")) and found.end_of_text == 2
+    assert [id for id in encode_prompt(found, "x </s> y") if id in (1, 2)] == [2]
+    chat = load_tokenizer(f"hf:{tmp_path}", special_tokens=True)
+    assert [id for id in chat.encode("x </s> <s> y") if id in (1, 2)] == [2, 1]
+
+
+def test_f65_a_prompt_of_a_chat_has_all_its_special_tokens(tmp_path):
+    found = load_tokenizer(f"hf:{qwen(tmp_path / 'model')}")
+    text = "<|im_end|>a<|endoftext|>"
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "model")(text).input_ids
+    assert encode_prompt(found, text) == theirs and len(theirs) == 3
+
+
 def test_f65_the_switch_is_recorded_and_no_token_is_doubled(run, tmp_path, gpt2_files):
     rows_file(tmp_path / "a.jsonl", ["one<|endoftext|>", "two"] * 20)
     arguments = f"--input={tmp_path / 'a.jsonl'}", f"--out={tmp_path / 'out'}"
@@ -386,6 +473,46 @@ def template_model(tmp_path_factory):
         eos_token="</s>", additional_special_tokens=["<|im_end|>"],
         template="{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}<|im_end|>\n"
         "{% endfor %}")  # fmt: skip
+
+
+@pytest.mark.parametrize("where", ["tokenizer_config", "special_tokens_map"])
+def test_f66_an_export_ends_where_samples_end(tmp_path, where):
+    folder = with_bos(tmp_path / "model")
+    for name in ("config", "generation_config"):
+        path = folder / f"{name}.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"eos_token_id": None}))
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    settings.pop("eos_token")
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    path = folder / f"{where}.json"
+    settings = json.loads(path.read_text()) if path.exists() else {}
+    path.write_text(json.dumps(settings | {"eos_token": "</s>"}))
+    pretrained = convert.read_pretrained(str(folder))
+    saved = {
+        "model": pretrained.weights, "model_config": pretrained.model_config,
+        "tokenizer": pretrained.tokenizer, "pretrained": pretrained.came_with,
+    }  # fmt: skip
+    convert.write_pretrained(saved, tmp_path / "to", torch.float32)
+    for name in ("config", "generation_config"):
+        assert json.loads((tmp_path / "to" / f"{name}.json").read_text())["eos_token_id"] == 1
+
+
+def test_f66_named_chat_templates_and_the_space_before_a_text_are_kept(tmp_path):
+    tokenizer = byte_level(["<s>", "</s>"])
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=True)
+    folder = save_model(tmp_path / "model", tokenizer, eos_token="</s>", template="a")
+    (folder / tokenizers_.TEMPLATES).mkdir()
+    (folder / tokenizers_.TEMPLATES / "tool_use.jinja").write_text("b")
+    pretrained = convert.read_pretrained(str(folder))
+    checkpoint.check_came_with(pretrained.came_with, "it")
+    tokenizers_.write_hf_tokenizer(pretrained.tokenizer, tmp_path, pretrained.came_with)
+    assert (tmp_path / "chat_template.jinja").read_text() == "a"
+    assert (tmp_path / tokenizers_.TEMPLATES / "tool_use.jinja").read_text() == "b"
+    settings = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    assert settings["add_prefix_space"] is True
+    wrong = pretrained.came_with | {tokenizers_.TEMPLATES: {"../../x": "a"}}
+    with pytest.raises(ValueError, match="it has no"):
+        checkpoint.check_came_with(wrong, "it")
 
 
 def test_f66_exports_keep_what_the_pretrained_model_came_with(tmp_path, template_model):
@@ -484,8 +611,11 @@ def tar_gz():
         ("latin1.txt", lambda: "tëxt".encode("latin-1"), "bytes that are no UTF-8.*iconv"),
         ("late.txt", lambda: b"text " * 20_000 + b"\0" * 9 + b"text", "cannot read.*NUL"),
         ("rows.jsonl.bak", lambda: b'{"text": "a"}\n' * 9, "holds rows of JSON: name it .jsonl"),
+        ("wide.rows", lambda: b'{"text": "' + b"x" * 70_000 + b'"}\n' * 9, "holds rows of JSON"),
+        ("a.csv", lambda: b"text,text\n1,x\n", "2 columns with the name 'text'"),
+        ("b.csv", lambda: b"", "it is empty"),
         ("a.csv", lambda: b"id,body\n1,x\n", "rows without 'text', only id, body: pass --column"),
-        ("list.json", lambda: b'[{"text": "a"}, {"tex', "cannot read.*no list of JSON"),
+        ("list.json", lambda: b'[{"text": "a"}, {"tex', "row 2 is no JSON"),
     ],
 )
 def test_f67_what_is_no_text_is_refused_by_name(run, tmp_path, name, content, message):
@@ -542,6 +672,42 @@ def test_f68_a_remedy_for_weights_of_another_kind_works(tmp_path):
     exec(code, {})
     weights = convert.read_pretrained(str(tmp_path / "new")).weights
     assert torch.equal(weights["token_embedding.weight"], state["model.embed_tokens.weight"])
+
+
+@pytest.mark.parametrize("tokenizer", ["char", "bpe:300"])
+def test_f68_a_runs_own_tokenizer_prepares_more_text(run, tmp_path, tokenizer):
+    for name, text in (("a", "ба дa, 1 2 3 да\n"), ("b", "да да 3\n")):
+        (tmp_path / f"{name}.txt").write_text(text * 200)
+
+    def prepare(name, out, tokenizer):
+        run("data/text/prepare.py", f"--input={tmp_path / name}.txt", f"--out={tmp_path / out}",
+            f"--tokenizer={tokenizer}")  # fmt: skip
+
+    def train(out, data, *more):
+        return run("train.py", *TINY, f"--dataset={tmp_path / data}", f"--out_dir={tmp_path / out}",
+                   "--max_iters=1", *more)  # fmt: skip
+
+    prepare("a", "a", tokenizer)
+    prepare("b", "other", "byte")
+    train("out", "a")
+    with pytest.raises(ValueError, match="make one with") as error:
+        train("more", "other", f"--init_from={tmp_path / 'out'}")
+    prepare("b", "b", re.search(r"--tokenizer=(\S+)", str(error.value))[1])
+    assert "finished" in train("more", "b", f"--init_from={tmp_path / 'out'}")
+
+
+def test_f68_a_data_folder_has_no_tokenizer_of_an_earlier_data_set(run, tmp_path):
+    (tmp_path / "a.txt").write_text("some text here\n" * 200)
+    prepare = ("data/text/prepare.py", f"--input={tmp_path / 'a.txt'}", f"--out={tmp_path / 'a'}")
+    for tokenizer, there in (("bpe:300", True), ("byte", False), ("bpe:290", True)):
+        run(*prepare, f"--tokenizer={tokenizer}")
+        assert (tmp_path / "a" / "tokenizer.json").exists() is there
+
+
+def test_f68_an_export_of_an_alphabet_without_english_letters_is_finetuned(tmp_path):
+    tokenizer = CharTokenizer("абв\n")
+    tokenizers_.write_hf_tokenizer(tokenizer.meta(), tmp_path)
+    assert load_tokenizer(f"hf:{tmp_path}").encode("баб") == [1, 0, 1]
 
 
 def test_f68_a_missing_shard_of_a_model_is_named(tmp_path):

@@ -29,7 +29,7 @@ from steady.prepare import FILES, prepare_from_files
 from steady.textfiles import files_matching
 
 input = ""  # a file or a glob, or several with commas between
-tokenizer = "gpt2"  # gpt2, char, byte, bpe:SIZE (trained on the text), or hf:PATH_OR_HUB_ID
+tokenizer = "gpt2"  # gpt2, char, byte, bpe:SIZE (new), hf:PATH_OR_HUB_ID, run:FOLDER
 special_tokens = False  # read special tokens that texts spell as tokens: for chat data
 val_fraction = 0.1  # share held out for validation
 column = "text"  # the name of the text in a row
