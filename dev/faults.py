@@ -3,7 +3,7 @@
     make faults
     python dev/faults.py --kills=200 --stops=100 --fuzz=3000 --preparations=50
 
-kills: SIGKILL at a random moment, also to one of two processes under torchrun; what is there is
+kills: SIGKILL at a random moment, also to a process under one torchrun or two; what is there is
 resumed, again and again, until the run is through. Its losses and weights must be bit for bit those
 of a run that was left alone.
 stops: the same with SIGINT, SIGTERM and SIGHUP, alone, in a pipe to tee that dies of the same
@@ -20,6 +20,7 @@ Ctrl-C ends it earlier, with the counts so far.
 Kills and stops count where they met a run that was still going.
 """
 
+import contextlib
 import gc
 import gzip
 import json
@@ -31,6 +32,7 @@ import runpy
 import shlex
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -72,7 +74,7 @@ ITERATIONS = 24
 TINY = ["--batch_size=2", "--gradient_accumulation_steps=2", "--block_size=16", "--n_layer=1",
         "--n_head=2", "--n_embd=32", "--eval_interval=4", "--eval_iters=2", "--compile=False",
         "--device=cpu", f"--max_iters={ITERATIONS}", "--lr_decay_iters=24"]  # fmt: skip
-KILLS = ("kill",) * 9 + ("kill under torchrun",)
+KILLS = ("kill",) * 8 + ("kill under torchrun", "kill under two torchruns")
 STOPS = ("stop", "stop in a pipe to tee", "stop under nohup", "stop under torchrun")
 draw = random.Random(seed)
 tried, failed = Counter(), Counter()
@@ -121,20 +123,30 @@ def in_child(command: list[str], folder: Path, way: str, variables: dict[str, st
         os.kill(os.getpid(), signal.SIGINT)
 
 
-def start_torchrun(command: list[str], folder: Path) -> subprocess.Popen:
-    """The same, in two processes."""
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+def start_torchrun(command: list[str], folder: Path, kind: str = "") -> subprocess.Popen:
+    """The same, in two processes of one torchrun or of two, as on two machines."""
+    torchrun = [command[0], "-m", "torch.distributed.run"]
+    if "two torchruns" in kind:
+        with socket.socket() as found:
+            found.bind(("127.0.0.1", 0))
+            port = found.getsockname()[1]
+        torchrun += ["--nnodes=2", "--nproc_per_node=1", "--rdzv_backend=c10d", "--rdzv_id=1",
+                     f"--rdzv_endpoint=127.0.0.1:{port}"]  # fmt: skip
+        line = shlex.join([*torchrun, *command[1:]])
+        command = ["sh", "-c", f"{line} & {line} & wait"]
+    else:
+        command = [*torchrun, "--standalone", "--nproc_per_node=2", *command[1:]]
     with open(folder / "log", "w") as log:
-        return subprocess.Popen(
-            [command[0], *torchrun, *command[1:]], stdout=log, stderr=log, cwd=folder,
-            start_new_session=True,
-        )  # fmt: skip
+        return subprocess.Popen(command, stdout=log, stderr=log, cwd=folder, start_new_session=True)
 
 
-def workers(agent: int) -> list[int]:
-    """What torchrun has started."""
-    found = Path(f"/proc/{agent}/task").glob("*/children")
-    return [int(pid) for file in found for pid in file.read_text().split()]
+def workers(parent: int) -> list[int]:
+    """The processes that a process has started, and those that these have."""
+    started = []
+    for file in Path(f"/proc/{parent}/task").glob("*/children"):
+        with contextlib.suppress(OSError):  # it has just ended
+            started += [int(pid) for pid in file.read_text().split()]
+    return [*started, *(pid for child in started for pid in workers(child))]
 
 
 def fail(kind: str, command: list[str], why: str, folder: Path) -> None:
@@ -185,7 +197,7 @@ def interrupt(kind: str, data: Path, whole: Path, seconds: float, most: int) -> 
         command += ["--init_from=resume"] if (out / "ckpt.pt").exists() else []
         before = len(losses(out))
         if torchrun:
-            process = start_torchrun(command, folder)
+            process = start_torchrun(command, folder, kind)
             ended = lambda: process.poll() is not None  # noqa: B023, E731
             # the time to import torch and to meet is not worth a signal
             while not ended() and len(losses(out)) <= before:
@@ -207,12 +219,16 @@ def interrupt(kind: str, data: Path, whole: Path, seconds: float, most: int) -> 
                 os.kill(draw.choice(started), signal.SIGKILL)
             else:
                 os.killpg(process.pid, signum)  # also to tee, as a terminal does
-        end = time.monotonic() + 60
+        # a torchrun whose other one was killed waits for it for minutes: end it as a scheduler does
+        patience = 5 if interrupted and "two torchruns" in kind else 60
+        end = time.monotonic() + patience
         while not ended() and time.monotonic() < end:
             time.sleep(0.002)
         if not ended():
             os.killpg(process.pid, signal.SIGKILL)
-            return fail(kind, command, f"still there a minute after {signum.name}", folder)
+            if patience == 60:
+                return fail(kind, command, f"still there a minute after {signum.name}", folder)
+            process.wait()
         status = process.returncode if torchrun else process.exitcode
         text = log.read_text(errors="replace") if log.exists() else ""
         if not interrupted and status:
