@@ -174,6 +174,8 @@ def configure(
     if {"--help", "-h"} & set(sys.argv[1:]):
         path, root = Path(namespace["__file__"]).resolve(), Path(__file__).resolve().parent
         script = path.relative_to(root).as_posix() if root in path.parents else path.name
+        if script.startswith("steady/"):
+            script = "-m " + script.removesuffix(".py").replace("/", ".")
         usage = f"usage: python {script}\n\n{namespace.get('__doc__')}"
         print(describe(settings, script, positional) if settings else usage)
         raise SystemExit(0)
@@ -276,13 +278,18 @@ def run_config_file(
     source = source_of(path)
     namespace = {name: setting.default for name, setting in ignored.items()}
     namespace |= config | {"__file__": path}
-    sys.path.insert(0, os.path.dirname(os.path.abspath(path)))  # for `from base import *`
+    folder = os.path.dirname(os.path.abspath(path))
+    sys.path.insert(0, folder)  # for `from base import *`
+    before = set(sys.modules)
     try:
         exec(compile(source, path, "exec"), namespace)
     except (Exception, SystemExit) as error:  # a file that leaves has not set what it should
         raise UserError(f"config file {path} failed: {type(error).__name__}: {error}") from None
     finally:
-        sys.path.pop(0)
+        sys.path.remove(folder)
+        for name in set(sys.modules) - before:  # another config may have another base
+            if os.path.dirname(getattr(sys.modules[name], "__file__", None) or "") == folder:
+                del sys.modules[name]
     defined = set()  # imported modules, functions and classes are tools, not settings
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import | ast.ImportFrom):
@@ -305,7 +312,7 @@ def run_config_file(
 def source_of(path: str) -> str:
     """The text of a config file."""
     try:
-        if not path.startswith(("/dev/fd/", "/proc/")):  # a shell's <(...), which ends
+        if not re.fullmatch(r"/dev/fd/\d+|/proc/(self|\d+)/fd/\d+", path):  # a shell's <(...)
             require_file(Path(path))
         return Path(path).read_text(encoding="utf-8-sig")  # Windows may begin it with a mark
     except UserError:
@@ -402,7 +409,8 @@ def chosen(value: Any) -> str:
 # what nanoGPT's users try
 ELSEWHERE = {
     "bias": "this model has no biases: leave it out",
-    "init_from": "name a run's folder, --out_dir=FOLDER; finetune a pretrained model first",
+    "init_from": "the run's folder is --out_dir=FOLDER, and nothing else is needed; finetune a "
+    "pretrained model with train.py first",
 }
 
 

@@ -28,7 +28,7 @@ from model import GPT, GPTConfig
 from steady import UserError, checkpoint
 from steady.checkpoint import Start
 from steady.dataloader import DataSet
-from steady.folder import whole_file
+from steady.folder import require_file, whole_file
 from steady.hardware import choose_dtype
 from steady.tokenizer import (
     TEMPLATES,
@@ -78,10 +78,9 @@ def rename(name: str, names: dict[str, str]) -> str:
 
 def read_model_config(folder: Path) -> dict[str, Any]:
     """GPTConfig's arguments from a config.json; raises UserError that names what cannot be."""
-    try:
-        theirs = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"{folder} has no readable config.json: {error}") from None
+    theirs = read_json(folder / "config.json")
+    if not theirs:
+        raise UserError(f"{folder} has no config.json")
     try:
         settings = translated(theirs)
         GPTConfig(**settings)  # checks their values
@@ -142,7 +141,15 @@ def read_pretrained(source: str) -> Pretrained:
 
     Raises UserError for anything that would make its numbers differ from the original's.
     """
-    model_config = read_model_config(find_folder(source, ["*.json"]))  # before much is downloaded
+    try:
+        model_config = read_model_config(find_folder(source, ["*.json"]))  # not all at once
+    except UserError as error:
+        if not source.rpartition("/")[2].startswith("gpt2"):
+            raise
+        raise UserError(
+            f"{error} (GPT-2 is of another architecture, with biases and learned positions: take "
+            "HuggingFaceTB/SmolLM2-135M, which has its size)"
+        ) from None
     folder = find_folder(source, ["*.json", "*.jinja", f"{TEMPLATES}/*", "model*.safetensors"])
     try:
         from safetensors.torch import load_file
@@ -160,10 +167,13 @@ def read_pretrained(source: str) -> Pretrained:
             )
         raise UserError(f"{folder} holds no *.safetensors file{hint}")
     listed = read_json(folder / "model.safetensors.index.json").get("weight_map", {})
+    if not isinstance(listed, dict) or not all(isinstance(v, str) for v in listed.values()):
+        raise UserError(f"{folder / 'model.safetensors.index.json'} has no weight_map of names")
     if missing := sorted(set(listed.values()) - {file.name for file in files}):
         raise UserError(f"{folder} lacks {', '.join(missing[:5])}: download the model again")
     tensors = {}
     for file in files:
+        require_file(file)
         try:
             tensors |= load_file(file)
         except Exception as error:
@@ -179,6 +189,11 @@ def read_pretrained(source: str) -> Pretrained:
     }
     if model_config["tied_embeddings"] and "token_embedding.weight" in weights:
         weights["lm_head.weight"] = weights["token_embedding.weight"]
+    if model_config["n_layer"] > len(tensors):  # building so many takes minutes
+        raise UserError(
+            f"{folder}: its config.json has {model_config['n_layer']} layers, but there are "
+            f"{len(tensors)} weights"
+        )
     with torch.device("meta"):
         expected = GPT(GPTConfig(**model_config))
     checkpoint.check_weights(weights, expected, f"{folder} does not fit its config.json in")
@@ -187,10 +202,14 @@ def read_pretrained(source: str) -> Pretrained:
     theirs = read_json(folder / "config.json")
     kept = ("bos_token_id", "eos_token_id", "pad_token_id", "max_position_embeddings")
     came_with["config"] = {key: theirs[key] for key in kept if key in theirs}
-    if (folder / "chat_template.jinja").is_file():
-        came_with["chat_template"] = (folder / "chat_template.jinja").read_text(encoding="utf-8")
-    if named := sorted((folder / TEMPLATES).glob("*.jinja")):
-        came_with[TEMPLATES] = {path.stem: path.read_text(encoding="utf-8") for path in named}
+    try:
+        if (folder / "chat_template.jinja").is_file():
+            came_with["chat_template"] = (folder / "chat_template.jinja").read_text("utf-8")
+        named = [path for path in (folder / TEMPLATES).glob("*.jinja") if path.is_file()]
+        if named:
+            came_with[TEMPLATES] = {path.stem: path.read_text("utf-8") for path in named}
+    except UnicodeDecodeError as error:
+        raise UserError(f"{folder} has a chat template that is not UTF-8: {error}") from None
     came_with["dtype"] = str(next(iter(tensors.values())).dtype).removeprefix("torch.")
     return Pretrained(model_config, weights, hf_tokenizer_meta(folder), came_with)
 

@@ -228,6 +228,9 @@ class GPT(nn.Module):
         for name, layer in self.named_modules():
             if not isinstance(layer, nn.Linear | nn.Embedding):
                 continue
+            reset = type(layer).reset_parameters
+            if reset not in (nn.Linear.reset_parameters, nn.Embedding.reset_parameters):
+                continue
             if layer.weight._version != 1:  # written more often than by its layer, which drew it
                 continue
             std = into_residual if name.endswith(("o_proj", "down_proj")) else 0.02

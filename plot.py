@@ -54,6 +54,12 @@ def read_runs(path: Path) -> list[dict[str, Any]]:
     file = path / "metrics.jsonl" if not path.is_file() else path
     entries = read_json_lines(file)
     if entries and all("curve" in entry for entry in entries):
+        curves = [e["curve"] for e in entries]
+        whole = all(isinstance(curve, list) and curve and all(
+            isinstance(point, dict) and are_numbers(point, "iter", "val_loss", "seconds", "tokens")
+            for point in curve) for curve in curves)  # fmt: skip
+        if not whole or not all({"recipe", "kind"} <= e.keys() for e in entries):
+            raise UserError(f"{file} holds no curves of bench.py's")
         return [
             {"name": f"{e['recipe']}", "steps": [], "evaluations": e["curve"],
              "x": {point["iter"]: point["seconds" if x == "time" else x] for point in e["curve"]},
@@ -87,7 +93,7 @@ def shortest_names(paths: list[Path]) -> dict[Path, str]:
 
 def are_numbers(entry: dict[str, Any], *names: str) -> bool:
     """Whether `entry` has all of `names` as numbers: what was not finite is null."""
-    return all(type(entry.get(name)) in (int, float) for name in names)
+    return all(type(v := entry.get(name)) in (int, float) and abs(v) < 1e15 for name in names)
 
 
 def moving_average(values: list[float], width: int) -> list[float]:
@@ -197,10 +203,14 @@ figure.align_ylabels(axes)
 for panel in axes:
     panel.grid(alpha=0.3)
     panel.spines[["top", "right"]].set_visible(False)
+WRITER = "plot.py of steadyGPT"  # in pictures: others are not replaced
+if Path(png).is_file() and WRITER.encode() not in Path(png).read_bytes():
+    raise UserError(f"{png} is there and no picture of plot.py's: move it, or use another --png")
 try:
     kind = Path(png).suffix[1:]
     with whole_file(Path(png)) as file:  # a full disk leaves an earlier picture as it was
-        figure.savefig(file, dpi=150, format=kind)
+        written = {"Creator" if kind != "png" else "Software": WRITER}
+        figure.savefig(file, dpi=150, format=kind, metadata=written)
 except ValueError as error:
     raise UserError(f"cannot write --png={png}: {error}") from None
 print(f"wrote {png}")

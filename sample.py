@@ -22,6 +22,7 @@ import torch
 from configurator import configure
 from model import GPT, GPTConfig
 from steady import UserError, checkpoint, hardware, visible
+from steady.folder import require_file
 from steady.generate import generate, require_room
 from steady.tokenizer import encode_prompt
 
@@ -54,6 +55,7 @@ hardware.use_onednn(device, dtype, model.config.n_embd, model.config.block_size)
 tokenizer = checkpoint.tokenizer_of(saved, path)
 
 if start.startswith("FILE:"):
+    require_file(Path(start.removeprefix("FILE:")))
     try:
         start = Path(start.removeprefix("FILE:")).read_bytes().decode("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:

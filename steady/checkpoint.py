@@ -8,8 +8,8 @@ loss.
 from __future__ import annotations
 
 import contextlib
+import json
 import math
-import mmap
 import os
 import pickle
 import re
@@ -36,7 +36,16 @@ from model import GPTConfig
 from steady import UserError, distributed
 from steady.dataloader import DataSet
 from steady.distributed import ALONE, Process
-from steady.folder import FILES, forget_cached, hold_lock, last_archived, put_in_place, to_disk
+from steady.folder import (
+    CANNOT,
+    FILES,
+    forget_cached,
+    hold_lock,
+    last_archived,
+    put_in_place,
+    require_file,
+    to_disk,
+)
 from steady.optim import decay_start, kind_of, learning_rate_at, load_state
 from steady.output import shown, waiting
 from steady.tokenizer import TEMPLATES, Tokenizer, check_meta, from_meta
@@ -115,8 +124,14 @@ def save(
     try:
         temporary, offsets = on_first(begin)
         write = partial(write_parts, temporary, tensors, offsets, process)
-        sums = distributed.gather_objects(process, distributed.all_or_none(process, write))
-        on_first(lambda: write_sums(temporary, sums))
+        try:
+            sums = distributed.gather_objects(process, distributed.all_or_none(process, write))
+            on_first(lambda: write_sums(temporary, sums))
+        except OSError as error:
+            if error.errno not in CANNOT:
+                raise
+            whole = distributed.gather_full(content)  # it can be written from its beginning only
+            on_first(lambda: write_whole(temporary, whole))
         check = partial(check_sums, temporary, process.rank, process.world_size)
         distributed.all_or_none(process, check)
         on_first(lambda: put_in_place(temporary, path))
@@ -127,6 +142,14 @@ def save(
     finally:
         if process.master:
             temporary.unlink(missing_ok=True)
+
+
+def write_whole(path: Path, content: dict[str, Any]) -> None:
+    with open(path, "wb") as file:
+        torch.save(content, file)
+        file.flush()
+        to_disk(file.fileno())
+        forget_cached(file.fileno())
 
 
 def is_data(name: str) -> bool:
@@ -231,22 +254,29 @@ def check_sums(path: Path, first: int = 0, step: int = 1) -> None:
             raise zipfile.BadZipFile("no complete zip archive")
         with zipfile.ZipFile(file) as archive:
             parts = archive.infolist()
+            for part in parts:
+                archive.open(part).close()  # its name here and in the directory agree
         if len({part.filename for part in parts}) < len(parts):
             raise zipfile.BadZipFile("two parts have the same name")
         reader = torch._C.PyTorchFileReader(str(path))
-        with (
-            mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped,
-            memoryview(mapped) as data,
-            ThreadPoolExecutor(THREADS) as pool,
-        ):
+        with ThreadPoolExecutor(THREADS) as pool:
+            ends = 0
+            for part in sorted(parts, key=lambda part: part.header_offset):
+                if part.header_offset < ends:
+                    raise zipfile.BadZipFile(f"{part.filename} overlaps another part")
+                ends = part.header_offset + part.compress_size
 
             def check(part: zipfile.ZipInfo) -> None:
                 if part.compress_type != zipfile.ZIP_STORED:
                     raise zipfile.BadZipFile(f"{part.filename} is compressed")
                 begin = reader.get_record_offset(part.filename.partition("/")[2])
-                with data[begin : begin + part.file_size] as content:
-                    if zlib.crc32(content) != part.CRC:
-                        raise zipfile.BadZipFile(f"{part.filename} does not have its checksum")
+                found, left = 0, part.file_size
+                with open(path, "rb", buffering=0) as own:  # some file systems map nothing
+                    own.seek(begin)
+                    while left and (data := own.read(min(left, 2**24))):
+                        found, left = zlib.crc32(data, found), left - len(data)
+                if left or found != part.CRC:
+                    raise zipfile.BadZipFile(f"{part.filename} does not have its checksum")
 
             parts = parts[first::step]
             checked = pool.map(check, parts)
@@ -323,25 +353,36 @@ def what_failed(error: Exception) -> str:
 
 def load_plain(path: Path) -> Any:
     """Tensors and plain values, on the CPU; where there is anything else, pickle's error."""
-    return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except RuntimeError as error:
+        if "unable to mmap" not in str(error):  # some file systems map nothing
+            raise
+        return torch.load(path, map_location="cpu", weights_only=True)
 
 
 def begin_from(init_from: str, path: Path, process: Process) -> str:
     """How to begin: "resume" where torchrun has restarted the processes of a launch that has saved
-    `path` before, else `init_from`. The first process decides for all."""
+    `path` before, else `init_from`. The first process decides for all. (With several machines
+    torchrun does not count all restarts.)"""
 
     def decide() -> str:
         with contextlib.suppress(Exception):  # missing or damaged: not of this launch
+            require_file(path)
             if load_plain(path)["launch"] == distributed.launch():
                 return "resume"
         return init_from
 
-    return distributed.on_rank0_first(process, decide) if distributed.restarts() else init_from
+    one = process.world_size == 1 or distributed.on_one_machine()
+    if one and not distributed.restarts():
+        return init_from
+    return distributed.on_rank0_first(process, decide)
 
 
 def iteration_of(path: Path) -> int:
     """The iteration at which `path` was written; -1 if it is missing or cannot be read."""
     with contextlib.suppress(Exception):
+        require_file(path)
         return load_plain(path)["iter_num"]
     return -1
 
@@ -351,6 +392,7 @@ def read(path: Path) -> dict[str, Any]:
 
     Raises UserError when it is missing, damaged, or not one of ours.
     """
+    require_file(path)
     if not path.is_file():
         raise UserError(
             f"no checkpoint at {path}: train first, or check --out_dir, and --ckpt, a file in it"
@@ -358,6 +400,7 @@ def read(path: Path) -> dict[str, Any]:
     try:
         check_sums(path)
         content = load_plain(path)
+        check_sizes(content, path)
     except pickle.UnpicklingError:
         raise UserError(
             f"{path} holds more than tensors and plain values; it was not loaded, because loading "
@@ -370,8 +413,9 @@ def read(path: Path) -> dict[str, Any]:
     except Exception as error:  # damage has many kinds
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise UserError(f"{path} is damaged or not a checkpoint: {reason}") from None
-    if not isinstance(content, dict) or content.get("format") != FORMAT:
-        found = content.get("format") if isinstance(content, dict) else type(content).__name__
+    version = content.get("format") if isinstance(content, dict) else None
+    if type(version) is not int or version != FORMAT:
+        found = reprlib.repr(version) if isinstance(content, dict) else type(content).__name__
         raise UserError(
             f"{path} is no steadyGPT checkpoint of format {FORMAT} (found {found}); "
             "nanoGPT's cannot be resumed, its architecture differs"
@@ -392,10 +436,13 @@ def load(path: Path, kinds: dict[str, type] = WEIGHTS_ONLY) -> dict[str, Any]:
             if type(value) is not kind or bad or value != value:
                 found = f"is {reprlib.repr(value)}" if key in content else "is missing"
                 raise UserError(f"{path} is incomplete: {key} {found}, not a {kind.__name__}")
-        check_tensors(content, path)
+        check_tensors(content["model"], path)
+        if kinds is EVERYTHING:
+            check_optimizer(content, path)
         came_with = content.setdefault("pretrained", None)
         if "pretrained_dtype" in content:  # before 2026-11-25
-            came_with = content["pretrained_dtype"] and {"dtype": content["pretrained_dtype"]}
+            dtype = content["pretrained_dtype"]
+            came_with = {"dtype": dtype} if isinstance(dtype, str) else dtype
             content["pretrained"] = came_with
         if came_with is not None:
             check_came_with(came_with, f"{path}, pretrained")
@@ -416,10 +463,19 @@ def check_came_with(came_with: Any, source: str) -> None:
         re.fullmatch(r"[\w-]+", str(name)) and isinstance(text, str)
         for name, text in came_with.get(TEMPLATES, {}).items()
     )
-    dtype = getattr(torch, str(came_with.get("dtype")), None) if good else None
+    if good:
+        try:
+            json.dumps(came_with)
+            longest = came_with.get("config", {}).get("max_position_embeddings", 0)
+            good = type(longest) is int and 0 <= longest < 2**31
+        except (TypeError, ValueError, RecursionError):
+            good = False
+    if not good:
+        raise UserError(f"{source} is not what convert.py keeps: {reprlib.repr(came_with)}")
+    dtype = getattr(torch, str(came_with.get("dtype")), None)
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-        found = came_with.get("dtype") if good else came_with
-        raise UserError(f"{source} has no floating-point dtype: {reprlib.repr(found)}")
+        found = reprlib.repr(came_with.get("dtype"))
+        raise UserError(f"{source} has no floating-point dtype: {found}")
 
 
 def what_else(path: Path) -> str:
@@ -472,6 +528,7 @@ def build(
     check_weights(saved["model"], expected, f"{path} does not fit its own model_config in")
     built = model(config)
     built.load_state_dict(saved["model"])
+    check_finite(dict(built.named_parameters()), path)
     return built
 
 
@@ -483,14 +540,74 @@ def tokenizer_of(saved: dict[str, Any], path: Path) -> Tokenizer:
         raise UserError(f"{path}, tokenizer: {error}") from None
 
 
-def check_tensors(saved: dict[str, Any], path: Path) -> None:
-    """Raises UserError unless all of `model` are tensors that hold numbers of their own: one in a
-    sparse layout, without storage, or whose strides repeat a few values has any size it likes."""
+def check_sizes(content: Any, path: Path) -> None:
+    """Raises an error unless the storage of every tensor is as long as its part of the file, which
+    check_sums has compared: torch takes the length that the pickle declares (F81)."""
+    reader = torch._C.PyTorchFileReader(str(path))
+    sizes = {reader.get_record_offset(name): size for name, size in record_sizes(path).items()}
+    storages = [
+        t.untyped_storage()
+        for t in tensors_in(content)
+        if t.layout == torch.strided and t.device.type == "cpu" and not t.is_nested
+    ]
+    held = {storage.data_ptr(): storage.nbytes() for storage in storages if storage.nbytes()}
+    if len(held) > 10**4:  # the search below would take long
+        raise zipfile.BadZipFile(f"it holds {len(held)} tensors")
+    lowest = min(held, default=0)
+    # where the file is mapped; nowhere if it was read, part by part
+    bases = [lowest - offset for offset in sizes]
+    bases = [base for base in bases if all(pointer - base in sizes for pointer in held)]
+    if bases and not any(
+        all(sizes[pointer - base] == n_bytes for pointer, n_bytes in held.items()) for base in bases
+    ):
+        raise zipfile.BadZipFile("a tensor and its part of the file differ in length")
+
+
+def tensors_in(content: Any) -> list[Tensor]:
+    """All tensors in plain containers; each container is looked at once, however often it is in
+    others."""
+    found, seen, left = [], set(), [content]
+    while left:
+        value = left.pop()
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif isinstance(value, dict | list | tuple | set) and id(value) not in seen:
+            seen.add(id(value))
+            left += value.values() if isinstance(value, dict) else value
+    return found
+
+
+def record_sizes(path: Path) -> dict[str, int]:
+    """The bytes of each part of a file of torch.save."""
+    with zipfile.ZipFile(path) as archive:
+        return {p.filename.partition("/")[2]: p.file_size for p in archive.infolist()}
+
+
+def check_optimizer(saved: dict[str, Any], path: Path) -> None:
+    """Raises UserError unless the optimizer's state has the form that ours and torch's have."""
+    optimizer, ids = saved["optimizer"], saved.get("data_ids", {})
+    states = optimizer.get("state", {})
+    if (
+        not isinstance(states, dict)
+        or not isinstance(optimizer.get("kind", ""), str)
+        or not isinstance(ids, dict)
+    ):
+        raise UserError(f"{path} cannot be resumed: its optimizer or data_ids has another form")
+    for i, state in states.items():
+        state = state if isinstance(state, dict) else {}  # load_state names it
+        check_tensors({f"state {i}, {name}": tensor for name, tensor in state.items()}, path)
+
+
+def check_tensors(tensors: dict[str, Any], path: Path) -> None:
+    """Raises UserError unless all of `tensors` hold numbers of their own: one in a sparse layout,
+    without storage, or whose strides repeat a few values has any size it likes."""
     declared = 0
-    for name, tensor in saved["model"].items():
+    for name, tensor in tensors.items():
         if not isinstance(tensor, Tensor):
             continue  # check_weights names it
         plain = tensor.layout == torch.strided and tensor.device.type == "cpu"
+        if tensor.is_nested:
+            raise UserError(f"{path}: {shown(str(name))} is no dense tensor of numbers (nested)")
         if not plain or tensor.is_quantized or tensor.is_complex():
             found = "complex" if plain and tensor.is_complex() else str(tensor.layout)
             found = found if tensor.device.type == "cpu" else f"on the {tensor.device} device"

@@ -12,7 +12,6 @@ import json
 import math
 import shlex
 import threading
-import zlib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -23,7 +22,7 @@ import torch
 
 from steady import UserError
 from steady.distributed import ALONE, Process
-from steady.folder import file_crc, require_file
+from steady.folder import beginning_crc, file_crc, require_file
 from steady.shuffle import permute, scramble
 from steady.tokenizer import META_KEYS, check_meta
 
@@ -94,9 +93,14 @@ class DataSet:
         self.ids = {}  # tell these files from others: the size, the beginning's checksum
         for name in ("train.bin", "val.bin"):
             require_file(folder / name)
-            with contextlib.suppress(FileNotFoundError), open(folder / name, "rb") as file:
-                beginning = zlib.crc32(file.read(2**20))
-                self.ids[name] = f"{beginning:08x}, {file.seek(0, 2)} bytes"
+            with contextlib.suppress(FileNotFoundError):
+                beginning, size = beginning_crc(folder / name), (folder / name).stat().st_size
+                self.ids[name] = f"{beginning:08x}, {size} bytes"
+                if self.meta.get("begins", {}).get(name[:-4], beginning) != beginning:
+                    raise UserError(
+                        f"{folder / name} is not of the data set that meta.json describes (F80): "
+                        "prepare the data set again"
+                    )
 
     def open(self, block_size: int, vocab_size: int) -> tuple["TokenFile", "TokenFile"]:
         """The training and the validation tokens, for a model of that context and vocabulary."""

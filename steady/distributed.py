@@ -11,13 +11,18 @@ fsdp: PyTorch's FSDP2; every process holds its share of weights, gradients and o
 import atexit
 import contextlib
 import functools
+import hashlib
 import json
+import math
 import os
 import re
 import secrets
 import sys
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import is_dataclass, replace
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -31,6 +36,9 @@ from steady.recompute import repeated_blocks
 
 NAMES = ("out_dir", "wandb_project", "wandb_run_name")  # settings that change no computation
 PARAMS_PER_EXCHANGE = 2**27  # at most, with fsdp, unless a single block has more
+
+
+MPI_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE", "MPI_LOCALNRANKS")
 
 
 class Process(NamedTuple):
@@ -81,19 +89,28 @@ def restarts() -> int:
 
 @functools.cache
 def launch() -> str:
-    """A random token of this torchrun launch, the same for all its processes and after restarts;
-    "" without torchrun. (torchrun's own ID is "none" by default, and process IDs repeat in
-    containers.)"""
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        return os.environ.get("TORCHELASTIC_RUN_ID", "")
-    return first_in_launch("launch", secrets.token_hex(16))
+    """A token of this command under this torchrun, the same after restarts; "" without torchrun.
+    (torchrun's own ID is "none" or what the user gives, and process IDs repeat in containers.)"""
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return ""
+    agent = str(os.getppid())
+    with contextlib.suppress(OSError):  # when torchrun itself was started
+        started = Path(f"/proc/{agent}/stat").read_text().rpartition(")")[2].split()[19]
+        agent += f" {started} {Path('/proc/sys/kernel/random/boot_id').read_text().strip()}"
+    return first_in_launch("launch", agent if not has_store() else secrets.token_hex(16))
+
+
+def has_store() -> bool:
+    """Whether torchrun keeps a store over restarts."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def first_in_launch(key: str, value: str) -> str:
-    """The first `value` that a process of this torchrun launch had for `key`, before restarts too:
-    the store of torchrun's agent keeps it. Without one it is this value."""
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+    """The first `value` that a process of this torchrun had for `key` with this command, before
+    restarts too: the store of torchrun's agent keeps it. Without one it is this value."""
+    if not has_store():
         return value
+    key += "/" + hashlib.sha256(repr(sys.argv).encode()).hexdigest()  # one may run several commands
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     try:
         store = dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=60))
@@ -151,7 +168,7 @@ def require_torchrun() -> None:
     would train the same run (F77)."""
     tasks = {
         "srun": os.environ.get("SLURM_STEP_NUM_TASKS") or os.environ.get("SLURM_NTASKS", "1"),
-        "mpirun": os.environ.get("OMPI_COMM_WORLD_SIZE") or os.environ.get("PMI_SIZE", "1"),
+        "mpirun": next((os.environ[name] for name in MPI_SIZES if name in os.environ), "1"),
     }
     in_step = "SLURM_STEP_ID" in os.environ or os.environ.get("SLURM_PROCID", "0") != "0"
     for starter, number in tasks.items():
@@ -213,10 +230,8 @@ def start(process: Process, config: dict[str, Any], cuda_graphs: bool = False) -
         backend = "cpu:gloo,cuda:nccl"  # small values are exchanged without waiting for the GPU
     try:
         store, _, _ = next(rendezvous("env://"))
-        if on_one_machine():
-            # torchrun keeps its store over a restart: without a prefix the new processes would meet
-            # at the addresses of the dead. (Machines count restarts each on its own.)
-            store = dist.PrefixStore(str(restarts()), store)
+        if has_store():
+            store = dist.PrefixStore(meet(store, process), store)
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
     except (ValueError, RuntimeError) as error:
         reason = str(error).splitlines()[0]
@@ -239,6 +254,34 @@ def start(process: Process, config: dict[str, Any], cuda_graphs: bool = False) -
     if differing:
         listed = "; ".join(f"{key} is {[c.get(key) for c in configs]}" for key in differing)
         raise UserError(f"the processes have different settings: {listed}")
+
+
+def meet(store: dist.Store, process: Process) -> str:
+    """A prefix for the keys of these processes in torchrun's store, which is kept over restarts:
+    without one they would meet at the addresses of the dead. (torchrun tells processes how often
+    they were restarted, but every machine counts on its own.)
+
+    The first process publishes a token; the others sign it, each with a number of its own, until
+    their numbers come back. So none takes the token of processes that have ended.
+    """
+    mine, others = secrets.token_hex(8), range(1, process.world_size)
+    if process.master:
+        store.set("steady/token", mine)
+        signed = {str(rank): store.get(f"steady/{mine}/{rank}").decode() for rank in others}
+        store.set(f"steady/{mine}", json.dumps(signed))
+        return mine
+    end = time.monotonic() + 1800
+    while time.monotonic() < end:
+        token = store.get("steady/token").decode()
+        store.set(f"steady/{token}/{process.rank}", mine)
+        for _ in range(50):
+            if store.check([f"steady/{token}"]):
+                if json.loads(store.get(f"steady/{token}")).get(str(process.rank)) == mine:
+                    return token
+            if store.get("steady/token").decode() != token:
+                break
+            time.sleep(0.02)
+    raise RuntimeError("the first process does not answer")
 
 
 def on_rank0_first(process: Process, action: Callable[[], Any]) -> Any:
@@ -267,10 +310,11 @@ def all_or_none(process: Process, action: Callable[[], Any]) -> Any:
         result = action()
     except Exception as found:
         error = found
-    errors = gather_objects(process, error and str(error))
+    mine = error and (getattr(error, "errno", None), getattr(error, "strerror", None) or str(error))
+    errors = gather_objects(process, mine)
     for rank, message in enumerate(errors):
         if message is not None:
-            raise error or OSError(f"rank {rank}: {message}")
+            raise error or OSError(message[0], f"rank {rank}: {message[1]}")
     return result
 
 
@@ -406,23 +450,15 @@ def shard(model: nn.Module, process: Process) -> None:
             f"parallel=fsdp cannot divide {', '.join(scalars)}: parameters without dimensions; "
             "give them the shape (1,), or use parallel=ddp"
         )
-    require_initial_values(model)
+    groups = exchange_groups(model)
+    on_rank0_first(process, lambda: require_initial_values(model, groups))
     policy = MixedPrecisionPolicy(
         param_dtype=None if process.dtype == torch.float32 else process.dtype,
         reduce_dtype=torch.float32,
         cast_forward_inputs=False,  # the rotary tables stay in float32
     )
     mesh = init_device_mesh(process.device.type, (process.world_size,))
-    blocks = repeated_blocks(model)
-    largest = max((sum(p.numel() for p in block.parameters()) for block in blocks), default=0)
-    n = blocks_per_exchange(len(blocks), largest)
-    undrawn = list(getattr(model, "draws", ()))
-    for modules in (*(blocks[i : i + n] for i in range(0, len(blocks), n)), [model]):
-        for module in modules:
-            materialize(module, process.device)
-        for name in [name for name in undrawn if not model.get_parameter(name).is_meta]:
-            model.draw(name)
-            undrawn.remove(name)
+    for modules in with_values(model, groups, process.device):
         fully_shard(modules, mesh=mesh, mp_policy=policy)
         modules[0].set_gradient_divide_factor(1.0)  # a sum: losses are divided already
         modules[0].set_force_sum_reduction_for_comms(True)  # gloo has no other
@@ -437,22 +473,86 @@ def shard(model: nn.Module, process: Process) -> None:
 REMEDY = "set them in a reset_parameters() of their module, or use parallel=ddp"
 
 
-def require_initial_values(model: nn.Module) -> None:
-    """Raises UserError that names the parameters whose initial values only code that has run on the
-    meta device, to no effect, knows. Known are the model's `draws`, and what the reset_parameters()
-    of a module gives: such a tensor was written once."""
-    unknown = []
-    for prefix, module in model.named_modules():
-        for key, tensor in module.named_parameters(prefix, recurse=False):
-            reset = hasattr(module, "reset_parameters") and tensor._version == 1
-            if tensor.is_meta and key not in getattr(model, "draws", ()) and not reset:
-                unknown.append(key)
-    drawn = {id(model.get_parameter(name)) for name in getattr(model, "draws", ())}
-    unknown = [name for name in unknown if id(model.get_parameter(name)) not in drawn]  # tied
+def exchange_groups(model: nn.Module) -> list[list[nn.Module]]:
+    """The modules that fsdp exchanges together: a few blocks at a time, at last all else."""
+    blocks = repeated_blocks(model)
+    largest = max((sum(p.numel() for p in block.parameters()) for block in blocks), default=0)
+    n = blocks_per_exchange(len(blocks), largest)
+    return [*(blocks[i : i + n] for i in range(0, len(blocks), n)), [model]]
+
+
+def with_values(
+    model: nn.Module, groups: list[list[nn.Module]], device: torch.device
+) -> Iterator[list[nn.Module]]:
+    """The `groups` of a model on the meta device, one after the other, as soon as their tensors
+    are on `device` with their initial values."""
+    undrawn = list(getattr(model, "draws", ()))
+    for modules in groups:
+        for module in modules:
+            materialize(module, device)
+        for name in [name for name in undrawn if not model.get_parameter(name).is_meta]:
+            model.draw(name)
+            undrawn.remove(name)
+        yield modules
+
+
+def require_initial_values(model: nn.Module, groups: list[list[nn.Module]]) -> None:
+    """Raises UserError that names the tensors of a model on the meta device which groups share, or
+    which would not get the values that the model's code gives them.
+
+    What code does on the meta device leaves no trace there. So a model of the same kind with two
+    layers is built as without fsdp, with two seeds, and as with it. What does not depend on the
+    seed must be equal; what does must be drawn by `model.draw`, or have the same mean and standard
+    deviation.
+    """
+    group_of = {id(module): i for i, modules in enumerate(groups[:-1]) for module in modules}
+    places = {f"{name}.": group_of[id(module)]
+              for name, module in model.named_modules(remove_duplicate=False)
+              if id(module) in group_of}  # fmt: skip
+    used: dict[int, dict[int, str]] = {}  # by parameter: a name of it in each group
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        group = next((i for place, i in places.items() if name.startswith(place)), -1)
+        used.setdefault(id(parameter), {})[group] = name
+    shared = [" and ".join(names.values()) for names in used.values() if len(names) > 1]
+    if shared:
+        raise UserError(f"parallel=fsdp cannot share {'; '.join(shared[:5])}: use parallel=ddp")
+
+    config = model.config
+    if is_dataclass(config) and hasattr(config, "n_layer"):
+        config = replace(config, n_layer=min(2, config.n_layer))
+    built = []
+    with torch.random.fork_rng(devices=[]):
+        for seed, device in ((1, "cpu"), (2, "cpu"), (1, "meta")):
+            torch.manual_seed(seed)
+            with torch.device(device):
+                built.append(type(model)(config))
+        for _ in with_values(built[2], exchange_groups(built[2]), torch.device("cpu")):
+            pass
+    one, other, ours = (
+        dict([*found.named_parameters(), *found.named_buffers()]) for found in built
+    )
+    unknown = [
+        name for name in ours
+        if not are_alike(ours[name], one[name], other[name], name in getattr(model, "draws", ()))
+    ]  # fmt: skip
     if unknown:
         raise UserError(
             f"parallel=fsdp does not know the initial values of {', '.join(unknown[:5])}; {REMEDY}"
         )
+
+
+@torch.no_grad()
+def are_alike(found: Tensor, one: Tensor, other: Tensor, drawn: bool) -> bool:
+    """Whether initial values are those of two seeds, or for values that depend on the seed and are
+    not `drawn` by the model, whether they are spread alike."""
+    if drawn or torch.equal(one, other):
+        return torch.equal(found, one)
+    if found.shape != one.shape or one.numel() < 2:
+        return found.shape == one.shape
+    both = torch.stack([one, other]).float()
+    tolerance = (0.05 + 5 / math.sqrt(one.numel())) * both.std()
+    means, stds = found.float().mean() - both.mean(), found.float().std() - both.std()
+    return bool(means.abs() <= tolerance and stds.abs() <= tolerance)
 
 
 @torch.no_grad()

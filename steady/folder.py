@@ -7,6 +7,7 @@ import os
 import re
 import secrets
 import socket
+import stat
 import tempfile
 import zlib
 from collections.abc import Iterator, Sequence
@@ -23,7 +24,11 @@ except ImportError:  # Windows
 
 FILES = ("ckpt.pt", "before_decay.pt", "best.pt", "metrics.jsonl")
 
+# what limited file systems say to what they cannot do
+CANNOT = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EPERM, errno.ENOTTY)
+
 KEPT_ARCHIVES = 2  # previous runs in a folder
+MARK = ".archived"  # in the folders that were made for them
 
 # folders that are claimed: each one's locked file, and itself, open until the process ends
 held: dict[Path, tuple[int, int]] = {}
@@ -61,6 +66,10 @@ def claim(out_dir: Path) -> None:
         if error.errno == errno.ELOOP:
             reason = "it is a link, which is not followed"
         raise UserError(f"cannot write to {out_dir / '.lock'}: {reason}") from None
+    found = os.fstat(lock)
+    if not stat.S_ISREG(found.st_mode) or found.st_nlink > 1:
+        os.close(lock)
+        raise UserError(f"{out_dir / '.lock'} is another file's name or no file: delete it")
     with contextlib.suppress(OSError):  # whoever may write to the folder may lock it (F74)
         os.fchmod(lock, 0o600 | os.stat(out_dir).st_mode & 0o066)
     try:
@@ -94,8 +103,8 @@ def remove_temporary(folder: Path, names: Sequence[str]) -> None:
 
 def require_file(path: Path) -> None:
     """Raises UserError if `path` is there and no regular file: reading a FIFO or a device may never
-    end."""
-    if path.exists() and not path.is_file():
+    end. (So may the system's files under /proc, which look like others.)"""
+    if path.exists() and (not path.is_file() or str(path.resolve()).startswith("/proc/k")):
         raise UserError(
             f"{path} is a {'folder' if path.is_dir() else 'device or pipe'}, not a file"
         )
@@ -140,14 +149,17 @@ def archive_previous_run(out_dir: Path, names: Sequence[str] = FILES) -> None:
         while os.path.lexists(aside := out_dir / (f"previous-{n}" if n > 1 else "previous")):
             n += 1
         aside.mkdir()
+        (aside / MARK).touch()
         for path in found:
             os.replace(path, aside / path.name)
         # those without a checkpoint go first: starts by mistake
-        kept = sorted(archives(out_dir), key=lambda path: (path / "ckpt.pt").exists())
+        ours = [path for path in archives(out_dir) if (path / MARK).is_file()]
+        kept = sorted(ours, key=lambda path: any(path.glob("*.pt")))
         for old in kept[:-KEPT_ARCHIVES]:
             with contextlib.suppress(OSError):  # another user's, or something else is in it
-                for name in FILES:
+                for name in (*FILES, MARK):
                     (old / name).unlink(missing_ok=True)
+                print(f"note: removed {old}: {KEPT_ARCHIVES} previous runs are kept")
                 old.rmdir()
         names = ", ".join(path.name for path in found)
         print(f"note: moved {names} to {aside}: this run does not go on from there")
@@ -206,14 +218,21 @@ def to_disk(number: int) -> None:
     try:
         os.fsync(number)
     except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP):
+        if error.errno not in CANNOT:
             raise
 
 
 def forget_cached(number: int) -> None:
     """Let the next reader of a file read the disk, not what the system has cached of it."""
     if hasattr(os, "posix_fadvise"):
-        os.posix_fadvise(number, 0, 0, os.POSIX_FADV_DONTNEED)
+        with contextlib.suppress(OSError):  # only a hint
+            os.posix_fadvise(number, 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def beginning_crc(path: str | Path) -> int:
+    """The checksum of a file's first MiB, which tells it from others at once."""
+    with open(path, "rb") as file:
+        return zlib.crc32(file.read(2**20))
 
 
 def file_crc(path: str | Path) -> int:

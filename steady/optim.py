@@ -244,7 +244,11 @@ def load_state(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
         if found != {name: tensor.shape for name, tensor in state.items()}:
             raise UserError(f"optimizer state of parameter {i} is missing or of another shape")
         for name, tensor in state.items():
-            local_shards([tensor])[0].copy_(own_part(states[i][name], tensor))
+            if states[i][name].dtype != tensor.dtype:
+                raise UserError(f"optimizer state {name} of parameter {i} is of another dtype")
+            own = local_shards([tensor])[0].copy_(own_part(states[i][name], tensor))
+            if name in ("step", "exp_avg_sq") and own.numel() and not own.min() >= 0:
+                raise UserError(f"optimizer state {name} of parameter {i} is negative or NaN")
     if len(states) != len(parameters):
         raise UserError(f"optimizer state of {len(states)} parameters, not {len(parameters)}")
 

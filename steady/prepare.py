@@ -30,7 +30,7 @@ import numpy as np
 
 from configurator import configure
 from steady import UserError, textfiles, visible
-from steady.folder import claim, file_crc, remove_temporary, to_disk, whole_file
+from steady.folder import beginning_crc, claim, file_crc, remove_temporary, to_disk, whole_file
 from steady.output import shown, waiting
 from steady.shuffle import scramble
 from steady.tokenizer import (
@@ -38,10 +38,12 @@ from steady.tokenizer import (
     ByteTokenizer,
     CharTokenizer,
     Tokenizer,
+    check_meta,
     code_points,
     encode_pieces,
     from_meta,
     load_tokenizer,
+    read_json,
     train_bpe,
     write_hf_tokenizer,
 )
@@ -130,8 +132,11 @@ def write_dataset(
             writer.add(document)
         return writer.counts()
 
-    Path(folder).mkdir(parents=True, exist_ok=True)
-    return complete(Path(folder), tokenizer, write)
+    claim(Path(folder) / SHARDS)  # no other preparation writes here now
+    try:
+        return complete(Path(folder), tokenizer, write)
+    finally:
+        shutil.rmtree(Path(folder) / SHARDS)
 
 
 def complete(
@@ -164,6 +169,7 @@ def complete(
             **{key: {split: counts[split][key] for split in SPLITS if key in counts[split]}
                for key in ("tokens", "bytes")},
             "crc32": {split: file_crc(files[f"{split}.bin"].name) for split in SPLITS},
+            "begins": {split: beginning_crc(files[f"{split}.bin"].name) for split in SPLITS},
             "unigram_entropy": unigram_entropy(files["val.bin"].name, tokenizer),
         }  # fmt: skip
         files["meta.json"].write(json.dumps(meta, indent=1).encode() + b"\n")
@@ -197,25 +203,27 @@ def require_ours(folder: Path) -> None:
     files that none describes (nanoGPT's, unless its meta.pkl asks for a new one)."""
     path = folder / "meta.json"
     if not os.path.lexists(path):
-        bare = folder / "train.bin"
-        if bare.is_file() and not bare.is_symlink() and not (folder / "meta.pkl").exists():
-            raise UserError(
-                f"{bare} is there without a meta.json, as nanoGPT's are: move it, or use another "
-                "--out"
-            )
+        for bare in (folder / f"{split}.bin" for split in SPLITS):
+            there = os.path.lexists(bare) and not bare.is_symlink()
+            if there and not (folder / "meta.pkl").exists():
+                raise UserError(
+                    f"{bare} is there without a meta.json, as nanoGPT's are: move it, or use "
+                    "another --out"
+                )
         return
     with contextlib.suppress(OSError, ValueError):
-        meta = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-        if isinstance(meta, dict) and "tokenizer" in meta and "dtype" in meta:
+        meta = read_json(path)
+        if "tokenizer" in meta and "dtype" in meta:
+            check_meta(meta, str(path))
             return
     raise UserError(f"{path} is there and belongs to no data set: move it, or use another --out")
 
 
 def own_tokenizer(folder: Path) -> str | None:
     """The tokenizer.json in `folder` that the data set there was made with, as meta.json has it."""
-    with contextlib.suppress(OSError, ValueError, AttributeError):
-        text = json.loads((folder / "meta.json").read_text(encoding="utf-8")).get("json")
-        if text and json.loads(text) == json.loads((folder / "tokenizer.json").read_text("utf-8")):
+    with contextlib.suppress(ValueError, TypeError, RecursionError):
+        text = read_json(folder / "meta.json").get("json")
+        if text and json.loads(text) == read_json(folder / "tokenizer.json"):
             return text
     return None
 
@@ -368,8 +376,10 @@ def own_bpe(
     claim(folder / SHARDS)
     meta = {"size": int(size), "parts": hashlib.sha256(repr(groups).encode()).hexdigest()}
     kept = folder / SHARDS / "tokenizer"
+    if kept.is_symlink():
+        raise UserError(f"{kept} is a link, which is not followed: delete it")
     with contextlib.suppress(OSError, ValueError):
-        if json.loads((kept / "of.json").read_text(encoding="utf-8")) == meta:
+        if read_json(kept / "of.json") == meta:
             return load_tokenizer(f"hf:{kept}")
     held = sum(part.size for parts in groups for part in parts)
     every = max(1, math.ceil(held / BPE_BYTES))
@@ -411,8 +421,8 @@ def write_in_shards(
     claim(shards)
     note, source = shards / "source.json", source | {"tokenizer": tokenizer.meta()}
     before = None
-    with contextlib.suppress(FileNotFoundError, ValueError):  # ValueError: a full disk cut it short
-        before = json.loads(note.read_text(encoding="utf-8"))
+    with contextlib.suppress(ValueError):  # a full disk cut it short
+        before = read_json(note) or None
     if before != source:
         was = before if isinstance(before, dict) else {}
         other = sorted(k for k in source.keys() | was.keys() if was.get(k) != source.get(k))
@@ -506,7 +516,7 @@ class Record:
     def read(self) -> dict[str, Any] | None:
         """The record, if the shard is complete and made from the same."""
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            found = json.loads(self.path.read_text(encoding="utf-8"))
+            found = read_json(self.path)
             sizes = [(self.path.parent / name).stat().st_size == counts["tokens"] * self.width
                      for name, counts in found["files"].values()]  # fmt: skip
             if found["digest"] == self.digest and sizes == [True] * len(SPLITS):

@@ -1,5 +1,7 @@
 """`--profile=True`: a file that shows where a step's time goes."""
 
+import os
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -25,10 +27,16 @@ class Profiler:
         self.trace = torch.profiler.profile(
             schedule=torch.profiler.schedule(wait=FIRST_STEP - 1, warmup=1, active=STEPS, repeat=1),
             acc_events=True,  # or torch before 2.13 warns of a second cycle (pytorch#180348)
-            # torch writes under another name and renames: a link is not followed
-            on_trace_ready=lambda profile: profile.export_chrome_trace(str(self.path)),
+            on_trace_ready=self.write,
         )
         self.trace.start()
+
+    def write(self, profile: torch.profiler.profile) -> None:
+        """In a folder of its own first: torch writes to a name that it makes up, and would follow a
+        link of that name (F82)."""
+        with tempfile.TemporaryDirectory(dir=self.path.parent, prefix=".trace-") as folder:
+            profile.export_chrome_trace(f"{folder}/trace.json")
+            os.replace(f"{folder}/trace.json", self.path)
 
     def step(self) -> None:
         """Call after every iteration; prints a line when the file is written."""

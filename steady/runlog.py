@@ -16,7 +16,7 @@ from typing import Any
 from configurator import architecture_note, batch_note, read_settings, resolve
 from steady import UserError, hardware, output
 from steady.distributed import ALONE, Process
-from steady.folder import hold_lock, whole_file
+from steady.folder import hold_lock, require_file, whole_file
 from steady.optim import schedule_note
 
 
@@ -69,6 +69,8 @@ class RunLog:
         try:
             import wandb
 
+            if (out_dir / "wandb").is_symlink():
+                raise UserError(f"{out_dir / 'wandb'} is a link, which is not followed")
             run = wandb.init(
                 project=config["wandb_project"],
                 name=config["wandb_run_name"],
@@ -235,12 +237,16 @@ class RunLog:
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """The entries of a metrics.jsonl, without lines that are none of ours."""
-    return [entry for entry in read_json_lines(path) if type(entry.get("iter")) is int]
+    return [
+        entry for entry in read_json_lines(path)
+        if type(entry.get("iter")) is int and 0 <= entry["iter"] < 2**27
+    ]  # fmt: skip
 
 
 def read_json_lines(path: Path) -> list[dict[str, Any]]:
     """The objects in a file of one per line, without lines that a crash or full disk cut short."""
     entries = []
+    require_file(path)
     if path.exists():
         for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
             with contextlib.suppress(ValueError, RecursionError):

@@ -406,7 +406,8 @@ META_VALUES = {  # what meta.json may say: in words, and as a check
     "dtype": ("uint16 or uint32", lambda v: v in ("uint16", "uint32")),
     "unigram_entropy": ("a number", lambda v: type(v) in (int, float) and 0 <= v < 100),
     **{key: ("an object with the counts of train and val", lambda v: isinstance(v, dict) and all(
-        type(n) is int and n >= 0 for n in v.values())) for key in ("tokens", "bytes", "crc32")},
+        type(n) is int and n >= 0 for n in v.values()))
+       for key in ("tokens", "bytes", "crc32", "begins")},
 }  # fmt: skip
 TEMPLATES = "additional_chat_templates"  # transformers' folder of those with names
 NEEDED_KEY = {"char": "alphabet", "hf": "json"}  # by tokenizer

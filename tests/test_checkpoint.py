@@ -248,6 +248,41 @@ def test_f81_parts_that_torch_would_not_read_as_they_are_checked_are_refused(tmp
         checkpoint.read(packed)
 
 
+def rewritten(path, other, change):
+    """A copy of a checkpoint with the bytes of its parts changed, aligned as torch's."""
+    with zipfile.ZipFile(path) as source, zipfile.ZipFile(other, "w") as target:
+        for part in source.infolist():
+            info = zipfile.ZipInfo(part.filename)
+            beginning = target.start_dir + 30 + len(part.filename) + 4
+            info.extra = b"FB" + (-beginning % 64).to_bytes(2, "little") + b"Z" * (-beginning % 64)
+            target.writestr(info, change(part.filename, source.read(part)))
+
+
+def test_f81_a_part_that_is_shorter_than_its_tensor_is_refused(tmp_path):
+    """What follows it in the file would be weights."""
+    checkpoint.save(tmp_path / "a.pt", {"model": {"v": torch.ones(99), "w": torch.ones(99)}})
+    rewritten(tmp_path / "a.pt", tmp_path / "b.pt", lambda name, data: data)
+    assert checkpoint.read(tmp_path / "b.pt")["model"]["v"].eq(1).all()
+    for cut in (64, 396):
+        rewritten(
+            tmp_path / "a.pt",
+            tmp_path / "b.pt",
+            lambda name, data, n=cut: data[:-n] if name.endswith("data/0") else data,
+        )
+        with pytest.raises(ValueError, match="differ in length"):
+            checkpoint.read(tmp_path / "b.pt")
+
+
+def test_f81_names_that_point_elsewhere_are_refused(tmp_path):
+    checkpoint.save(tmp_path / "a.pt", {"model": {"v": torch.zeros(99), "w": torch.ones(99)}})
+    content = (tmp_path / "a.pt").read_bytes()
+    begin = content.index(b"PK\x01\x02")  # of the directory, in which two names are swapped
+    swapped = content[begin:].replace(b"data/0", b"data/x").replace(b"data/1", b"data/0")
+    (tmp_path / "a.pt").write_bytes(content[:begin] + swapped.replace(b"data/x", b"data/1"))
+    with pytest.raises(ValueError, match="damaged or not a checkpoint"):
+        checkpoint.read(tmp_path / "a.pt")
+
+
 def weights(iteration):
     return {
         "model": {"w": torch.zeros(2, 2)}, "model_config": {}, "tokenizer": {"tokenizer": "byte"},
@@ -335,7 +370,7 @@ WRONG_CONTENT = [  # key, what becomes of it, what sample.py and convert.py say,
     ("model_config", lambda config: config | {"heads": 2}, "model_config: unknown heads"),
     ("model_config", lambda config: config | {"n_layer": "2"}, "n_layer='2' is not of type int"),
     ("model_config", lambda config: config | {"n_layer": -2}, "n_layer=-2 must be at least 1"),
-    ("pretrained_dtype", lambda dtype: 5, "pretrained has no floating-point dtype"),
+    ("pretrained_dtype", lambda dtype: 5, "pretrained is not what convert.py keeps"),
 ]
 WRONG_STATE = [
     ("sequences", lambda n: None, "sequences is None, not a int"),

@@ -5,6 +5,8 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
+import time
 import zlib
 
 import pytest
@@ -22,6 +24,10 @@ HEADER = """#define _GNU_SOURCE
 #include <errno.h>
 #include <fcntl.h>
 #include <stdarg.h>
+#include <stdio.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <unistd.h>
 #include <sys/stat.h>
 """
 SHIMS = {  # file systems that cannot do something: CIFS, some of FUSE, WSL's drives, NFS
@@ -39,6 +45,25 @@ SHIMS = {  # file systems that cannot do something: CIFS, some of FUSE, WSL's dr
         if (c == F_SETLK || c == F_SETLKW) { errno = EOPNOTSUPP; return -1; }
         return r(f, c, p); }""",
     "no modes": "int fchmod(int f, mode_t m) { errno = EPERM; return -1; }",
+    "no hints": "int posix_fadvise64(int f, off_t a, off_t b, int c) { return ESPIPE; }"
+                "int posix_fadvise(int f, off_t a, off_t b, int c) { return ESPIPE; }",
+    "no maps, no updates": """
+    static int ours(int f) {
+        char a[64], b[512]; sprintf(a, "/proc/self/fd/%d", f);
+        int n = readlink(a, b, 511); if (n < 0) return 0;
+        b[n] = 0; return strstr(b, ".pt") != 0; }
+    void *mmap64(void *a, size_t n, int p, int fl, int f, off_t o) {
+        void *(*r)(void *, size_t, int, int, int, off_t) = dlsym(RTLD_NEXT, "mmap64");
+        if (f >= 0 && ours(f)) { errno = ENODEV; return MAP_FAILED; }
+        return r(a, n, p, fl, f, o); }
+    void *mmap(void *a, size_t n, int p, int fl, int f, off_t o) {
+        return mmap64(a, n, p, fl, f, o); }
+    int open64(const char *p, int fl, ...) {
+        int (*r)(const char *, int, ...) = dlsym(RTLD_NEXT, "open64");
+        va_list a; va_start(a, fl); int m = va_arg(a, int); va_end(a);
+        if (strstr(p, ".pt") && (fl & O_ACCMODE) == O_RDWR && !(fl & O_CREAT)) {
+            errno = EOPNOTSUPP; return -1; }
+        return r(p, fl, m); }""",
 }  # fmt: skip
 
 
@@ -86,6 +111,43 @@ def test_f70_a_disk_that_fails_is_still_an_error(tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
+def test_f71_a_launch_is_told_from_others_without_a_store_too(monkeypatch):
+    distributed.launch.cache_clear()
+    assert distributed.launch() == ""  # not under torchrun
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "named by the user")
+    tokens = []
+    for agent in (os.getppid(), 1):
+        monkeypatch.setattr(os, "getppid", lambda: agent)  # noqa: B023
+        for _ in range(2):
+            distributed.launch.cache_clear()
+            tokens.append(distributed.launch())
+    assert tokens[0] == tokens[1] != tokens[2] == tokens[3]
+    distributed.launch.cache_clear()
+
+
+def test_f71_processes_of_one_start_meet_however_often_they_were_restarted():
+    """Those of an earlier start have left their keys in the store."""
+    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    prefixes = []
+    for start in range(3):
+        found = {}
+
+        def meet(rank, found=found):
+            process = distributed.Process(rank, rank, 3)
+            own = torch.distributed.TCPStore("127.0.0.1", store.port, is_master=False)
+            found[rank] = distributed.meet(own, process)
+
+        ranks = [threading.Thread(target=meet, args=(rank,)) for rank in (2, 1, 0)]
+        for thread in ranks:  # the first one comes last: what it finds is of an earlier start
+            thread.start()
+            time.sleep(0.1 * (start > 0))
+        for thread in ranks:
+            thread.join(20)
+        assert len(set(found.values())) == 1 and len(found) == 3
+        prefixes.append(found[0])
+    assert len(set(prefixes)) == 3
+
+
 # ---- F73: one value per setting -----------------------------------------------------------------
 
 CLOCK = """
@@ -100,6 +162,17 @@ def torchrun(arguments, *flags, **options):
         [sys.executable, "-m", "torch.distributed.run", "--standalone", *flags, *arguments],
         cwd=ROOT, capture_output=True, text=True, timeout=120, **options,
     )  # fmt: skip
+
+
+def test_f73_several_commands_under_one_torchrun_keep_their_folders(sums, tmp_path):
+    out = tmp_path / "sweep"
+    command = f"{sys.executable} {ROOT / 'train.py'} {' '.join(TINY)} --dataset={sums}"
+    (tmp_path / "sweep.sh").write_text("".join(
+        f"{command} --max_iters=1 --seed={n} --out_dir={out / str(n)} || exit 1\n" for n in (1, 2)
+    ))  # fmt: skip
+    done = torchrun(["--no-python", "bash", str(tmp_path / "sweep.sh")], "--nproc_per_node=1")
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert [checkpoint.load(out / n / "ckpt.pt")["config"]["seed"] for n in "12"] == [1, 2]
 
 
 def test_f73_a_clock_in_a_config_is_the_first_processs_and_of_the_first_start(sums, tmp_path):
@@ -255,10 +328,15 @@ def test_f78_a_star_import_and_carriage_returns(run, sums, tmp_path):
     saved = checkpoint.load(tmp_path / "out" / "ckpt.pt")
     assert (saved["iter_num"], saved["config"]["seed"]) == (2, 8)
     (tmp_path / "base.py").write_text("max_itres = 2\n")
-    sys.modules.pop("base")
     with pytest.raises(ValueError, match="unknown setting 'max_itres' in"):
         run("train.py", str(tmp_path / "star.py"))
-    sys.modules.pop("base")
+    (tmp_path / "base.py").write_text("seed = 1\n")
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "base.py").write_text("max_iters = 7\n")
+    (tmp_path / "other" / "c.py").write_text("from base import *\n")
+    two = resolve(read_settings(ROOT / "train.py"), [
+        str(tmp_path / "star.py"), str(tmp_path / "other" / "c.py")])  # fmt: skip
+    assert two["max_iters"] == 7
 
 
 def test_f78_a_script_may_be_executed_in_a_notebook(sums, tmp_path):
@@ -289,35 +367,79 @@ def test_f78_a_script_may_be_executed_in_a_notebook(sums, tmp_path):
 # ---- F79: larger than one machine's memory ------------------------------------------------------
 
 
-class Scaled(nn.Module):
-    """As a student's: a value that only its code knows."""
-
-    def __init__(self):
-        super().__init__()
-        self.inner = nn.Linear(4, 4)
-        self.scale = nn.Parameter(torch.full((4,), 0.5))
-        nn.init.zeros_(self.inner.bias)
+class ZeroLinear(nn.Linear):
+    def reset_parameters(self):
+        nn.init.zeros_(self.weight)
 
 
-class Buffered(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.norm = nn.LayerNorm(4)
-        self.register_buffer("mask", torch.ones(4))
+class Shifted(nn.LayerNorm):
+    def __init__(self, size):
+        super().__init__(size)
+        self.bias = nn.Parameter(torch.zeros(size).add_(0.3))
 
 
-def test_f79_what_cannot_be_initialised_is_refused_by_name():
+def for_blocks(change):
+    return lambda model: [change(block) for block in model.blocks]
+
+
+CHANGES = {  # what a student's GPT.__init__ does, and what fsdp says of it
+    "nothing": (lambda model: None, None),
+    "layernorm": (lambda model: setattr(model, "final_norm", nn.LayerNorm(16)), None),
+    "bias": (for_blocks(lambda b: setattr(b.mlp, "down_proj", nn.Linear(64, 16))), None),
+    "conv": (for_blocks(lambda b: setattr(b, "conv", nn.Conv1d(16, 16, 3))), None),
+    "reset": (for_blocks(lambda b: setattr(b.mlp, "down_proj", ZeroLinear(64, 16, False))), None),
+    "full": (for_blocks(lambda b: setattr(b, "scale", nn.Parameter(torch.full((4,), 0.5)))),
+             "blocks.0.scale, blocks.1.scale; set them in"),
+    "positions": (lambda model: model.register_buffer("pos", torch.arange(8)), "values of pos;"),
+    "mask": (lambda model: model.register_buffer("mask", torch.ones(4, 4).tril().bool()), "mask"),
+    "freqs": (lambda model: model.register_buffer("f", torch.polar(torch.ones(4), torch.ones(4))),
+              "values of f"),
+    "zeros": (for_blocks(lambda b: nn.init.zeros_(b.attention.o_proj.weight)),
+              "blocks.0.attention.o_proj.weight"),
+    "apply": (lambda model: model.apply(lambda m: isinstance(m, nn.Linear)
+                                        and m.weight.data.normal_(0, 0.3)), "q_proj.weight"),
+    "data": (lambda model: model.token_embedding.weight.data.mul_(0.1), "token_embedding.weight"),
+    "norm": (for_blocks(lambda b: b.mlp_norm.weight.data.fill_(0.1)), "blocks.0.mlp_norm.weight"),
+    "shifted": (lambda model: setattr(model, "final_norm", Shifted(16)), "final_norm.bias"),
+    "tied across": (lambda model: setattr(
+        model.blocks[2].mlp.up_proj, "weight", model.blocks[0].mlp.up_proj.weight),
+        "cannot share blocks.0.mlp.up_proj.weight and blocks.2.mlp.up_proj.weight: use"),
+    "norm of a block": (lambda model: setattr(
+        model.final_norm, "weight", model.blocks[0].mlp_norm.weight), "cannot share"),
+    "one mlp": (lambda model: setattr(model.blocks[1], "mlp", model.blocks[0].mlp),
+                "cannot share blocks.0.mlp.gate_proj.weight and blocks.1.mlp.gate_proj"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_f79_values_that_fsdp_does_not_know_are_refused_by_name(name):
+    change, message = CHANGES[name]
+
+    class Student(GPT):
+        def compute_rope_tables(self):  # in the middle of GPT.__init__
+            super().compute_rope_tables()
+            if message is None and not hasattr(self, "draws"):  # layers of other kinds
+                change(self)
+
+        def init_weights(self):  # at its end
+            super().init_weights()
+            if message is not None:  # their values
+                change(self)
+
+    config = GPTConfig(block_size=8, vocab_size=64, n_layer=3, n_head=2, n_embd=16)
     with torch.device("meta"):
-        model = Scaled()
-    with pytest.raises(
-        UserError, match=r"initial values of scale, inner.bias; set them in a reset_"
-    ):
-        distributed.require_initial_values(model)
-    with torch.device("meta"):
-        model = Buffered()
-    distributed.require_initial_values(model)
-    distributed.materialize(model, torch.device("cpu"))
-    assert model.norm.weight.eq(1).all() and model.mask.isnan().all()  # which shard() refuses
+        model = Student(config)
+    state = torch.get_rng_state()
+    groups = distributed.exchange_groups(model)
+    if message is None:
+        distributed.require_initial_values(model, groups)
+        assert torch.equal(state, torch.get_rng_state())
+        for _ in distributed.with_values(model, groups, torch.device("cpu")):
+            pass
+        assert not any(t.isnan().any() for t in model.state_dict().values())
+    else:
+        with pytest.raises(UserError, match=message):
+            distributed.require_initial_values(model, groups)
 
 
 def test_f79_meta_weights_are_drawn_as_others_are():
@@ -327,11 +449,9 @@ def test_f79_meta_weights_are_drawn_as_others_are():
     torch.manual_seed(5)
     with torch.device("meta"):
         model = GPT(config)
-    distributed.require_initial_values(model)
-    for part in (model.blocks[2], model.blocks[0], model):  # in any order
-        distributed.materialize(part, torch.device("cpu"))
-    for name in model.draws:
-        model.draw(name)
+    groups = [[model.blocks[2]], [model.blocks[0]], [model]]  # in any order
+    for _ in distributed.with_values(model, groups, torch.device("cpu")):
+        pass
     assert model.lm_head.weight is model.token_embedding.weight
     for name, tensor in [*expected.named_parameters(), *expected.named_buffers()]:
         found = model.get_parameter(name) if "rope" not in name else model.get_buffer(name)

@@ -129,7 +129,9 @@ def test_a_config_that_is_none_of_theirs_is_one_line(tmp_path, content):
     if isinstance(content, dict) and "model_type" not in content:
         content = json.loads((tmp_path / "config.json").read_text()) | content
     (tmp_path / "config.json").write_text(json.dumps(content))
-    with pytest.raises(ValueError, match=r"config\.json is not what Llama|is not of type int"):
+    with pytest.raises(
+        ValueError, match=r"config\.json is not what Llama|is not of type int|holds a list"
+    ):
         convert.read_pretrained(str(tmp_path))
 
 
@@ -336,3 +338,8 @@ def test_a_run_of_ones_own_is_finetuned_with_a_new_optimizer(run, sums, tmp_path
         assert after["iter_num"] == 1 and after["sequences"] == before["sequences"] // 3
         for name, weight in after["model"].items():
             assert torch.allclose(weight, before["model"][name], atol=1e-6), name
+
+
+def test_gpt2_is_of_another_architecture():
+    with pytest.raises(ValueError, match="GPT-2 is of another architecture, with biases"):
+        convert.read_pretrained("gpt2-xl")

@@ -217,7 +217,8 @@ def test_f79_every_process_builds_and_saves_its_part(launch, alone, run, tmp_pat
             torch.testing.assert_close(other, value, atol=1e-4, rtol=1e-2)
     size = sum(weight.numel() for weight in expected["model"].values())
     held = [int(line.split()[1]) for line in "".join(shown).splitlines() if "holds" in line]
-    assert len(held) == 2 * 5 and max(held) < size / 2  # a block, or what is outside of the blocks
+    # a block, or what is outside of the blocks; the first one compares models of two layers
+    assert len(held) == 2 * 5 + 3 and sorted(held)[-2] < size / 2
     sizes = [(out / "ckpt.pt").stat().st_size for out in (tmp_path, tmp_path / "one")]
     assert abs(sizes[0] - sizes[1]) < 20_000
     assert not list(tmp_path.glob("*.tmp"))
@@ -231,7 +232,7 @@ def test_f79_every_process_builds_and_saves_its_part(launch, alone, run, tmp_pat
 
     out = tmp_path / "copies" / "failing"
     first, _ = launch(2, out, *resumed, code=UNREADABLE, fails=[1, 0])
-    assert "was not saved, the last good one is kept: rank 1: [Errno 5] Input/output" in first
+    assert "was not saved, the last good one is kept: [Errno 5] rank 1: Input/output" in first
     assert "not in the folder for temporary files either" in first
     assert checkpoint.load(out / "ckpt.pt")["iter_num"] == 4
     assert not list(out.glob("*.tmp"))

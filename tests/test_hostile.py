@@ -67,6 +67,16 @@ FAULTS = {  # F84 and F86: each with what the message says
     "a list": (lambda: weights(lambda w: w.tolist()), "model_config in blocks.0.attention.q_proj"),
     "dtype": (lambda: content(pretrained={"dtype": "int8"}), "no floating-point dtype: 'int8'"),
     "no dtype": (lambda: content(pretrained={"dtype": "nn"}), "no floating-point dtype: 'nn'"),
+    "nested tensor": (
+        lambda: weights(lambda w: torch.nested.nested_tensor([w, w])), "no dense tensor|damaged"),
+    "nan": (lambda: weights(lambda w: w * torch.nan), "q_proj.weight has values that are not"),
+    "too large for float32": (
+        lambda: weights(lambda w: w.double() * 1e300), "q_proj.weight has values that are not"),
+    "bytes": (lambda: content(pretrained={"dtype": "float32", "generation_config": {"a": b"x"}}),
+              "is not what convert.py keeps"),
+    "context": (lambda: content(pretrained={
+        "dtype": "float32", "config": {"max_position_embeddings": None}}),
+        "is not what convert.py keeps"),
     "nested": (lambda: content(iter_num=nested()), "iter_num is \\[\\[\\["),
     "huge": (lambda: content(iter_num=10**30), "iter_num is 1000"),
     "names": (lambda: config(**{ESCAPE: 1}), r"unknown \\x1b\]0;owned\\x07"),
@@ -190,6 +200,41 @@ def test_f82_no_link_of_a_data_set_or_an_export_is_followed(run, tmp_path, notes
     assert not list((tmp_path / "elsewhere").iterdir())
 
 
+def test_f82_no_other_file_has_the_name_of_a_lock(run, sums, tmp_path):
+    precious = tmp_path / "precious.txt"
+    precious.write_text("notes")
+    precious.chmod(0o600)
+    for out in (tmp_path / "out", tmp_path / "data" / ".shards"):
+        out.mkdir(parents=True)
+        os.link(precious, out / ".lock")
+    with pytest.raises(ValueError, match="lock is another file's name or no file: delete it"):
+        run("train.py", *TINY, f"--dataset={sums}", f"--out_dir={tmp_path / 'out'}")
+    with pytest.raises(ValueError, match="lock is another file's name or no file: delete it"):
+        write_dataset(tmp_path / "data", ByteTokenizer(), {"train": ["abc"], "val": ["abc"]})
+    assert precious.read_text() == "notes" and precious.stat().st_mode & 0o777 == 0o600
+
+
+def test_f82_neither_a_trace_nor_a_tokenizer_follows_a_link(run, sums, tmp_path):
+    precious = tmp_path / "precious.txt"
+    precious.write_text("notes")
+    out = tmp_path / "out"
+    out.mkdir()
+    for name in ("trace.json.tmp", "trace.json"):
+        (out / name).symlink_to(precious)
+    run("train.py", *TINY, f"--dataset={sums}", f"--out_dir={out}", "--profile=True")
+    assert precious.read_text() == "notes" and not (out / "trace.json").is_symlink()
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    (mine / "tokenizer.json").write_text("{}")
+    (tmp_path / "data" / ".shards").mkdir(parents=True)
+    (tmp_path / "data" / ".shards" / "tokenizer").symlink_to(mine)
+    (tmp_path / "a.txt").write_text("some text here " * 99)
+    with pytest.raises(ValueError, match="tokenizer is a link, which is not followed"):
+        run("data/text/prepare.py", f"--input={tmp_path / 'a.txt'}", "--tokenizer=bpe:300",
+            f"--out={tmp_path / 'data'}")  # fmt: skip
+    assert [path.name for path in mine.iterdir()] == ["tokenizer.json"]
+
+
 # ---- F83: the user's own files ------------------------------------------------------------------
 
 
@@ -225,7 +270,8 @@ def test_f83_a_picture_stays_when_the_disk_is_full(run, tmp_path, monkeypatch):
     pytest.importorskip("matplotlib")
     entry = {"iter": 0, "loss": 1.0, "lr": 1e-3, "ms": 1.0, "tokens_per_s": 1.0}
     (tmp_path / "metrics.jsonl").write_text(json.dumps(entry) + "\n")
-    (tmp_path / "a.png").write_bytes(b"before")
+    before = b"before, Software plot.py of steadyGPT"
+    (tmp_path / "a.png").write_bytes(before)
 
     def full(number):
         raise OSError(28, "No space left on device")
@@ -233,7 +279,37 @@ def test_f83_a_picture_stays_when_the_disk_is_full(run, tmp_path, monkeypatch):
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(OSError, match="No space left.*a.png"):
         run("plot.py", str(tmp_path), f"--png={tmp_path / 'a.png'}")
-    assert (tmp_path / "a.png").read_bytes() == b"before"
+    assert (tmp_path / "a.png").read_bytes() == before
+
+
+@pytest.mark.parametrize("kind", ["png", "svg", "pdf"])
+def test_f83_pictures_of_others_stay(run, tmp_path, kind):
+    pytest.importorskip("matplotlib")
+    entry = {"iter": 0, "loss": 1.0, "lr": 1e-3, "ms": 1.0, "tokens_per_s": 1.0}
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(entry) + "\n")
+    picture = tmp_path / f"a.{kind}"
+    for _ in range(2):  # over its own
+        run("plot.py", str(tmp_path), f"--png={picture}")
+    picture.write_bytes(b"my thesis")
+    with pytest.raises(ValueError, match="is there and no picture of plot.py's"):
+        run("plot.py", str(tmp_path), f"--png={picture}")
+    assert picture.read_bytes() == b"my thesis"
+
+
+def test_metrics_of_others_are_drawn_or_named(run, tmp_path):
+    pytest.importorskip("matplotlib")
+    good = {"iter": 0, "loss": 1.0, "lr": 1e-3, "ms": 1.0, "tokens_per_s": 1.0}
+    entries = [good, good | {"iter": 10**12}, good | {"iter": 1, "ms": 1e308}]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(e) + "\n" for e in entries))
+    run("plot.py", str(tmp_path), f"--png={tmp_path / 'a.png'}")
+    for entry in (
+        {"recipe": "a", "curve": 5, "kind": "x"},
+        {"curve": []},
+        {"curve": [{"iter": 1}]},
+    ):
+        (tmp_path / "metrics.jsonl").write_text(json.dumps(entry))
+        with pytest.raises(ValueError, match="holds no curves of bench.py's"):
+            run("plot.py", str(tmp_path))
 
 
 # ---- F85: terminal escapes ----------------------------------------------------------------------
@@ -303,10 +379,31 @@ def test_f87_what_is_no_regular_file_is_refused_and_not_waited_for(run, tmp_path
         ],
         "ckpt.pt": ["sample.py", f"--out_dir={tmp_path}"],
     }.get(name, ["train.py", *TINY, f"--dataset={tmp_path}", f"--out_dir={tmp_path / 'out'}"])
-    words = "no checkpoint at" if name == "ckpt.pt" else "not a file"
-    with pytest.raises(ValueError, match=words) as error:
+    with pytest.raises(ValueError, match="not a file") as error:
         run(*arguments)
     assert path.name in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["best.pt", "before_decay.pt", "metrics.jsonl", "start",
+                                  "config.json", "model.safetensors"])  # fmt: skip
+def test_f87_no_pipe_of_a_folder_is_waited_for(run, sums, tmp_path, name):
+    out, train = tmp_path / "out", ["train.py", *TINY, f"--dataset={sums}"]
+    run(*train, f"--out_dir={out}", "--max_iters=1")
+    run("convert.py", f"--out_dir={out}", f"--to={tmp_path / 'to'}")
+    path = (tmp_path / "to" if "." in name and not name.endswith("l") and "pt" not in name
+            else out) / name  # fmt: skip
+    path.unlink(missing_ok=True)
+    os.mkfifo(path)
+    command = [*train, f"--out_dir={out}", "--init_from=resume", "--max_iters=2"]
+    if name == "start":
+        command = ["sample.py", f"--out_dir={out}", f"--start=FILE:{path}", "--device=cpu"]
+    elif path.parent != out:
+        command = [*train, f"--out_dir={tmp_path / 'new'}", f"--init_from={tmp_path / 'to'}"]
+    if name in ("best.pt", "before_decay.pt"):
+        run(*command)  # it is not ours
+        return
+    with pytest.raises(ValueError, match="not a file"):
+        run(*command)
 
 
 # ---- F88: silence -------------------------------------------------------------------------------
@@ -382,10 +479,20 @@ def test_at_most_two_earlier_runs_are_kept(run, sums, tmp_path):
     assert seeds == [1, 2]
 
 
+def test_f83_checkpoints_that_a_user_put_aside_stay(run, sums, tmp_path):
+    (tmp_path / "previous").mkdir()
+    (tmp_path / "previous" / "ckpt.pt").write_bytes(b"mine")
+    for _ in range(4):
+        shown = run("train.py", *TINY, f"--dataset={sums}", f"--out_dir={tmp_path}",
+                    "--max_iters=1")  # fmt: skip
+    assert (tmp_path / "previous" / "ckpt.pt").read_bytes() == b"mine"
+    assert f"note: removed {tmp_path / 'previous-2'}: 2 previous runs are kept" in shown
+
+
 @pytest.mark.parametrize(
     ("script", "flag", "hint"),
     [("train.py", "--bias=False", "this model has no biases: leave it out"),
-     ("sample.py", "--init_from=resume", "name a run's folder, --out_dir=FOLDER")],
+     ("sample.py", "--init_from=resume", "the run's folder is --out_dir=FOLDER, and nothing")],
 )  # fmt: skip
 def test_nanogpts_flags_get_a_hint(run, script, flag, hint):
     with pytest.raises(ValueError, match=hint):

@@ -511,7 +511,7 @@ def test_f66_named_chat_templates_and_the_space_before_a_text_are_kept(tmp_path)
     settings = json.loads((tmp_path / "tokenizer_config.json").read_text())
     assert settings["add_prefix_space"] is True
     wrong = pretrained.came_with | {tokenizers_.TEMPLATES: {"../../x": "a"}}
-    with pytest.raises(ValueError, match="it has no"):
+    with pytest.raises(ValueError, match="it is not what convert.py keeps"):
         checkpoint.check_came_with(wrong, "it")
 
 
@@ -900,7 +900,7 @@ def test_f83_other_peoples_token_files_and_tokenizers_stay(run, tmp_path):
     (model / "tokenizer.json").write_bytes(before + b" ")  # the user's, who may change it
     (model / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
     meta = json.loads((model / "meta.json").read_text())
-    (model / "meta.json").write_text(json.dumps(meta | {"json": "{}"}))
+    (model / "meta.json").write_text(json.dumps(meta | {"json": "{}" + " " * 9999}))
     with pytest.raises(ValueError, match="tokenizer.json is there and of no data set"):
         run(*arguments, "--tokenizer=bpe:300", f"--out={model}")
     assert (model / "tokenizer.json").read_bytes() == before + b" "
@@ -994,13 +994,30 @@ def test_f80_a_shard_counts_only_if_it_is_as_long_as_its_record_says(tmp_path, m
 
 
 def test_f80_meta_json_has_the_files_checksums(tmp_path):
-    write_dataset(tmp_path, ByteTokenizer(), {"train": ["abc" * 99], "val": ["abc" * 99]})
+    write_dataset(tmp_path, ByteTokenizer(), {"train": ["abc" * 300_000], "val": ["abc" * 99]})
     DataSet(str(tmp_path)).verify()
     content = bytearray((tmp_path / "train.bin").read_bytes())
-    content[20] ^= 1
+    content[-20] ^= 1
     (tmp_path / "train.bin").write_bytes(content)
     with pytest.raises(ValueError, match="train.bin does not have the checksum in its meta.json"):
         DataSet(str(tmp_path)).verify()
+
+
+def test_f80_files_of_two_data_sets_are_not_one(tmp_path, monkeypatch):
+    """As when a preparation is killed between the moments at which its files take their places."""
+    for name, text in (("one", "abc"), ("two", "xyz")):
+        text = {"train": [text * 99], "val": [text * 99]}
+        write_dataset(tmp_path / name, CharTokenizer("abcxyz"), text)
+    DataSet(str(tmp_path / "one"))
+    os.replace(tmp_path / "two" / "meta.json", tmp_path / "one" / "meta.json")
+    with pytest.raises(ValueError, match="train.bin is not of the data set that meta.json"):
+        DataSet(str(tmp_path / "one"))
+
+
+def test_f80_two_preparations_do_not_write_at_once(other_run, tmp_path):
+    other_run(tmp_path / ".shards")
+    with pytest.raises(ValueError, match="another process is writing to"):
+        write_dataset(tmp_path, ByteTokenizer(), {"train": ["abc"], "val": ["abc"]})
 
 
 def test_f83_a_meta_json_of_something_else_is_not_replaced(tmp_path):
