@@ -5,13 +5,14 @@ import os
 import shutil
 import subprocess
 import sys
+import textwrap
 import threading
 import time
 import zlib
 
 import pytest
 import torch
-from conftest import ROOT, TINY
+from conftest import ROOT, TINY, free_port
 from torch import nn
 
 from configurator import read_settings, resolve
@@ -318,6 +319,39 @@ def test_f77_without_torchrun_the_command_to_use_is_named(monkeypatch, variables
         return
     with pytest.raises(UserError, match=words):
         distributed.this_process()
+
+
+def test_f79_the_sbatch_script_trains_resumes_and_requeues(sums, tmp_path):
+    """As the page has it, with SLURM's variables and stand-ins for its commands."""
+    page = (ROOT / "docs" / "several-gpus.md").read_text(encoding="utf-8")
+    script = textwrap.dedent(page[page.index("    #!/bin/bash") :].partition("\n\n")[0])
+    commands = {
+        "scontrol": 'if [ "$1" = show ]; then echo 127.0.0.1; else echo "$@" >> requeued; fi',
+        "srun": 'exec "$@"',
+        "torchrun": 'echo "$@" >> started; [ -n "$ONLY" ] && exit; '
+        'rest=$(echo " $@" | sed \'s/ --nproc_per_node=8//; s| config/train_gpt2.py||; '
+        f"s| train.py| {ROOT}/train.py|; s/:29500/:{free_port()}/'); "
+        f"exec {sys.executable} -m torch.distributed.run $rest {' '.join(TINY)} "
+        f"--dataset={sums} --max_iters=1",
+    }
+    for name, text in commands.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    (tmp_path / "job.sh").write_text(script)
+    for only, left in (("", 3600), ("1", 100)):
+        slurm = {"SLURM_JOB_ID": "17", "SLURM_NNODES": "1", "SLURM_JOB_NODELIST": "n[1-1]",
+                 "SLURM_NTASKS": "1", "SLURM_PROCID": "0", "SLURM_STEP_ID": "0",
+                 "SLURM_JOB_END_TIME": str(int(time.time()) + left), "ONLY": only,
+                 "PATH": f"{tmp_path}:{os.environ['PATH']}"}  # fmt: skip
+        done = subprocess.run(["bash", "job.sh"], cwd=tmp_path, env=os.environ | slurm,
+                              capture_output=True, text=True, timeout=50)  # fmt: skip
+        assert "rror" not in done.stderr, done.stderr
+        assert (tmp_path / "requeued").exists() is (left == 100)
+    assert checkpoint.load(tmp_path / "out-gpt2" / "ckpt.pt")["iter_num"] == 1
+    first, second = (tmp_path / "started").read_text().splitlines()
+    assert "--init_from=resume" in second and "--init_from=resume" not in first
+    assert "--rdzv_id=17 --rdzv_endpoint=127.0.0.1:29500 train.py" in first
+    assert (tmp_path / "requeued").read_text() == "requeue 17\n"
 
 
 # ---- F78: configs as people write them ----------------------------------------------------------
