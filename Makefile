@@ -16,7 +16,7 @@ demo: .venv/installed
 test: .venv/installed-dev
 	$(VENV)/ruff check .
 	$(VENV)/ruff format --check .
-	$(VENV)/python -m pytest -q -n 2 -m "not gpu" tests
+	env -u PYTHONDONTWRITEBYTECODE $(VENV)/python -m pytest -q -n 2 -m "not gpu" tests
 
 faults: .venv/installed-dev
 	$(VENV)/python dev/faults.py
