@@ -152,10 +152,6 @@ def write_whole(path: Path, content: dict[str, Any]) -> None:
         forget_cached(file.fileno())
 
 
-def is_data(name: str) -> bool:
-    return re.search(r"/data/\d+$", name) is not None
-
-
 def write_parts(
     path: Path, tensors: list[Tensor], offsets: list[int], process: Process
 ) -> list[tuple[int, int]]:
@@ -187,7 +183,6 @@ def write_sums(path: Path, sums: list[list[tuple[int, int]]]) -> None:
     each process, into the directory of the zip archive `path`."""
     with zipfile.ZipFile(path) as archive:
         directory, parts = archive.start_dir, [part.filename for part in archive.infolist()]
-    data = [name for name in parts if is_data(name)]
     with open(path, "rb+") as file:
         for name in parts:
             file.seek(directory)
@@ -195,10 +190,10 @@ def write_sums(path: Path, sums: list[list[tuple[int, int]]]) -> None:
             name_length, extra, comment = (
                 int.from_bytes(header[i : i + 2], "little") for i in (28, 30, 32)
             )
-            if name in data:
+            if number := re.search(r"/data/(\d+)$", name):
                 total = 0
-                for crc, n_bytes in (process[data.index(name)] for process in sums):
-                    total = joined_crc(total, crc, n_bytes)
+                for process in sums:
+                    total = joined_crc(total, *process[int(number[1])])
                 file.seek(directory + 16)
                 file.write(total.to_bytes(4, "little"))
             directory += 46 + name_length + extra + comment
@@ -258,29 +253,27 @@ def check_sums(path: Path, first: int = 0, step: int = 1) -> None:
                 archive.open(part).close()  # its name here and in the directory agree
         if len({part.filename for part in parts}) < len(parts):
             raise zipfile.BadZipFile("two parts have the same name")
-        reader = torch._C.PyTorchFileReader(str(path))
-        with ThreadPoolExecutor(THREADS) as pool:
-            ends = 0
-            for part in sorted(parts, key=lambda part: part.header_offset):
-                if part.header_offset < ends:
-                    raise zipfile.BadZipFile(f"{part.filename} overlaps another part")
-                ends = part.header_offset + part.compress_size
+    reader = torch._C.PyTorchFileReader(str(path))
+    ends = 0
+    for part in sorted(parts, key=lambda part: part.header_offset):
+        if part.header_offset < ends:
+            raise zipfile.BadZipFile(f"{part.filename} overlaps another part")
+        ends = part.header_offset + part.compress_size
 
-            def check(part: zipfile.ZipInfo) -> None:
-                if part.compress_type != zipfile.ZIP_STORED:
-                    raise zipfile.BadZipFile(f"{part.filename} is compressed")
-                begin = reader.get_record_offset(part.filename.partition("/")[2])
-                found, left = 0, part.file_size
-                with open(path, "rb", buffering=0) as own:  # some file systems map nothing
-                    own.seek(begin)
-                    while left and (data := own.read(min(left, 2**24))):
-                        found, left = zlib.crc32(data, found), left - len(data)
-                if left or found != part.CRC:
-                    raise zipfile.BadZipFile(f"{part.filename} does not have its checksum")
+    def check(part: zipfile.ZipInfo) -> None:
+        if part.compress_type != zipfile.ZIP_STORED:
+            raise zipfile.BadZipFile(f"{part.filename} is compressed")
+        found, left = 0, part.file_size
+        with open(path, "rb", buffering=0) as file:  # some file systems map nothing
+            file.seek(reader.get_record_offset(part.filename.partition("/")[2]))
+            while left and (data := file.read(min(left, 2**24))):
+                found, left = zlib.crc32(data, found), left - len(data)
+        if left or found != part.CRC:
+            raise zipfile.BadZipFile(f"{part.filename} does not have its checksum")
 
-            parts = parts[first::step]
-            checked = pool.map(check, parts)
-            list(waiting(checked, len(parts), f"verifying {path.name}", unit="part"))
+    parts = parts[first::step]
+    with ThreadPoolExecutor(THREADS) as pool:
+        list(waiting(pool.map(check, parts), len(parts), f"verifying {path.name}", unit="part"))
 
 
 def try_save(
@@ -306,10 +299,8 @@ def try_save(
         content = distributed.gather_full(content)
 
     def write(path: Path) -> None:
-        if together:
-            save(path, content, names, process)
-        elif process.master:
-            save(path, content, names)
+        if together or process.master:
+            save(path, content, names, process if together else ALONE)
 
     failed = False
     try:

@@ -146,7 +146,8 @@ def complete(
     returns their counts. They appear together, when all of them are on disk."""
     require_ours(folder)
     remove_temporary(folder, FILES)
-    stale = own_tokenizer(folder) if own_tokenizer(folder) != tokenizer.meta().get("json") else None
+    kept = own_tokenizer(folder)
+    stale = kept is not None and kept != tokenizer.meta().get("json")
     dtype, counts = token_dtype(tokenizer), {}
     replaced = ", replacing an earlier data set" if (folder / "train.bin").exists() else ""
     with contextlib.ExitStack() as stack:

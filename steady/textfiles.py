@@ -294,11 +294,8 @@ def checked(text: object, column: str) -> tuple[str, str | None]:
 
 def list_items(file: io.TextIOWrapper) -> Iterator[Any]:
     """The items of a JSON list, without holding all of it."""
-    decoder, text, size = (
-        json.JSONDecoder(strict=False),
-        file.read(READ_BYTES).lstrip()[1:],
-        READ_BYTES,
-    )
+    decoder = json.JSONDecoder(strict=False)  # texts may contain control characters
+    text, size = file.read(READ_BYTES).lstrip()[1:], READ_BYTES
     while True:
         text = text.lstrip(" \t\r\n,")
         if text[:1] == "]":  # of one list: there may be another
