@@ -1,7 +1,9 @@
 """Shared by the tests: small data sets, and ways to run the scripts as a user would."""
 
+import contextlib
 import importlib.util
 import os
+import random
 import runpy
 import shutil
 import signal
@@ -45,11 +47,15 @@ TINY = [
 ]
 
 
-def free_port() -> int:
-    """A port of this machine for processes to meet at."""
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return found.getsockname()[1]
+def free_port(count: int = 1) -> int:
+    """The first of `count` ports for processes to meet at. The system gives ports from 32768 on to
+    any connection, so these lie below."""
+    while True:
+        first = random.SystemRandom().randrange(10000, 32768 - count)
+        with contextlib.ExitStack() as sockets, contextlib.suppress(OSError):  # one is in use
+            for port in range(first, first + count):
+                sockets.enter_context(socket.socket()).bind(("127.0.0.1", port))
+            return first
 
 
 def skip_until(process, beginning):

@@ -383,29 +383,30 @@ def test_an_edit_trains_resumes_samples_and_compiles(
     edit = EDITS[name]
     copy = edited(edit, tmp_path / "copy")
     muon = ["--batch_size=2", "--gradient_accumulation_steps=2", "--optimizer=muon"]
+    ways = {"adamw": [], "compiled": [*muon, "--compile=True", "--eval_interval=0"],
+            "muon": [*muon, "--max_iters=2"], "resumed": [*muon, "--init_from=resume"]}  # fmt: skip
     found = {}
-    for way, arguments in (("adamw", []), ("muon", muon), ("compiled", [*muon, "--compile=True"])):
+    for way, arguments in ways.items():
+        out = tmp_path / ("muon" if way == "resumed" else way)
         shown = student(copy, "train.py", *SETTINGS, *arguments, f"--dataset={sums}",
-                        f"--out_dir={tmp_path / way}")  # fmt: skip
+                        f"--out_dir={out}")  # fmt: skip
         assert "compiling fails" not in shown
-        found[way] = losses(tmp_path / way)
-        assert len(found[way]) == 3 and all(abs(loss) < 20 for loss in found[way])
+        found[way] = losses(out)
+        assert len(found[way]) == (2 if way == "muon" else 3)
+        assert all(abs(loss) < 20 for loss in found[way])
     if not edit.depends_on_split:  # nor on the trial step, which runs as often as it is tried
-        assert found["compiled"] == pytest.approx(found["muon"], abs=1e-3)
+        # (the counter of layers used in some steps is no buffer, and is not saved)
+        way = "muon" if name == "a_layer_used_in_some_steps" else "resumed"
+        whole = found["compiled"][: len(found[way])]
+        assert whole == pytest.approx(found[way], abs=1e-5)
     differs = found["adamw"] != pytest.approx(plain_losses, abs=1e-4)
     assert differs is edit.changes_loss
-
-    resumed = [*SETTINGS, *muon, f"--dataset={sums}", f"--out_dir={tmp_path / 'two'}"]
-    student(copy, "train.py", *resumed, "--max_iters=2")
-    saved = checkpoint.load(tmp_path / "two" / "ckpt.pt")
-    shown = student(copy, "train.py", *resumed, "--init_from=resume")
-    if name != "a_layer_used_in_some_steps":  # its counter is no buffer, and is not saved
-        assert losses(tmp_path / "two") == found["muon"]
+    saved = checkpoint.load(tmp_path / "muon" / "ckpt.pt")
     count = re.search(r"model ([\d,]+) parameters", shown).group(1)
     shared = {tensor.data_ptr(): tensor.numel() for tensor in saved["model"].values()}
     assert int(count.replace(",", "")) <= sum(shared.values())
     if edit.samples:
-        shown = student(copy, "sample.py", f"--out_dir={tmp_path / 'two'}", "--start=1",
+        shown = student(copy, "sample.py", f"--out_dir={tmp_path / 'muon'}", "--start=1",
                         "--num_samples=1", "--max_new_tokens=5", "--device=cpu")  # fmt: skip
         assert shown.startswith("1")
 
@@ -442,7 +443,7 @@ def test_two_processes_train_edits_as_one_does(sums, tmp_path):
     muon = ["--optimizer=muon", "--eval_interval=0", f"--dataset={sums}"]
     halved = ["--batch_size=2", "--gradient_accumulation_steps=2"]
     copies = [str(edited(EDITS[name], tmp_path / name)) for name in names]
-    port, running = free_port(), []
+    port, running = free_port(len(names)), []
     for rank in range(3):  # the last one trains alone
         out = "alone" if rank == 2 else "both"
         split = halved if rank < 2 else []
@@ -454,7 +455,7 @@ def test_two_processes_train_edits_as_one_does(sums, tmp_path):
         running.append(forked.start([], variables, tmp_path / f"{rank}.txt",
                                     LOOPED.format(jobs=own)))  # fmt: skip
     ends = [process.wait(100) for process in running]
-    assert ends == [0, 0, 0], (tmp_path / f"{ends.index(max(ends, key=abs))}.txt").read_text()
+    assert ends == [0, 0, 0], [(tmp_path / f"{n}.txt").read_text()[-2000:] for n in range(3)]
     for name in names:
         both, alone = (losses(tmp_path / out / name) for out in ("both", "alone"))
         assert len(both) == 3 and both == pytest.approx(alone, abs=2e-4), name

@@ -262,9 +262,10 @@ def test_f19_gradients_that_are_never_finite_are_told_once_and_end_the_run(
 
 
 @pytest.mark.parametrize(
-    "signals", [("SIGTERM", "SIGTERM"), ("SIGTERM", "SIGINT"), ("SIGINT", "SIGTERM", "SIGTERM")]
-)
-@pytest.mark.parametrize("apart", [0.0, 0.2])
+    ("signals", "apart"),
+    [(("SIGTERM", "SIGTERM"), 0.0), (("SIGTERM", "SIGTERM"), 0.2), (("SIGTERM", "SIGINT"), 0.2),
+     (("SIGINT", "SIGTERM", "SIGTERM"), 0.0)],
+)  # fmt: skip
 def test_f72_only_a_second_ctrl_c_kills_a_run_that_is_saving(fork, sums, tmp_path, signals, apart):
     """A wrapper forwards SIGTERM, and its process group is signalled too: nobody types SIGTERM."""
     more = [f"--dataset={sums}", f"--out_dir={tmp_path}", "--gradient_accumulation_steps=200"]
