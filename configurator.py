@@ -41,7 +41,7 @@ CHOICES = {
     "backend": ("auto", "nccl", "gloo"),
     "optimizer": ("adamw", "muon"),
     "lr_schedule": ("cosine", "wsd"),
-    "size": ("tiny", "30m", "124m", "350m"),  # dev/time_to_loss.py
+    "size": ("tiny", "30m", "124m", "350m"),  # dev/peers.py
     "x": ("iter", "tokens", "time"),  # plot.py
     "y": ("loss", "bpb"),  # plot.py
 }

@@ -3,9 +3,9 @@
 python plot.py out-stdlib-char
 python plot.py out-* --x=time --png=comparison.png
 python plot.py out-gpt2 out-bpe --y=bpb
-python plot.py time_to_loss.jsonl --x=time
+python plot.py dev/runs/time_to_loss.jsonl --x=time
 
-A run is a folder with metrics.jsonl, or a line of what dev/time_to_loss.py writes, which knows of
+A run is a folder with metrics.jsonl, or a line of what dev/peers.py writes, which knows of
 evaluations only.
 """
 
@@ -63,7 +63,7 @@ def read_runs(path: Path) -> list[dict[str, Any]]:
         return [
             {"name": f"{e['recipe']}", "steps": [], "evaluations": e["curve"],
              "x": {point["iter"]: point["seconds" if x == "time" else x] for point in e["curve"]},
-             "baseline": e["kind"] == "baseline"}
+             "peer": e["kind"] != "ours"}
             for e in entries
         ]  # fmt: skip
     entries = read_metrics(file)
@@ -75,7 +75,7 @@ def read_runs(path: Path) -> list[dict[str, Any]]:
     seconds, tokens = training_clock(steps + evaluations)
     positions = {"iter": range(len(seconds)), "tokens": tokens, "time": seconds}[x]
     return [{"name": names[path], "steps": steps, "evaluations": evaluations, "x": positions,
-             "baseline": False}]  # fmt: skip
+             "peer": False}]  # fmt: skip
 
 
 def shortest_names(paths: list[Path]) -> dict[Path, str]:
@@ -167,10 +167,10 @@ for run in runs:
             label=(f"{name}: validation" if both else name) if first else None,
         )  # fmt: skip
         tops.append(max([evaluations[0][value], *(loss[len(loss) // 20 :] if both else [])]))
-ends = [run["evaluations"][-1]["val_loss"] for run in runs if run["baseline"]]
+ends = [run["evaluations"][-1]["val_loss"] for run in runs if run["peer"]]
 if ends:
     losses.axhline(min(ends), color="0.4", linestyle=":", linewidth=1, zorder=0,
-                   label=f"the baseline's final loss, {min(ends):.4f}")  # fmt: skip
+                   label=f"the best peer's final loss, {min(ends):.4f}")  # fmt: skip
 if reference:
     losses.axhline(reference, color="gray", linestyle="--", linewidth=1,
                    label=f"reference {reference:.2f}")  # fmt: skip

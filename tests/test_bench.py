@@ -1,3 +1,4 @@
+import ast
 import json
 import lzma
 import re
@@ -8,6 +9,8 @@ from pathlib import Path
 
 import pytest
 from conftest import TINY, wait_until
+
+from steady.dataloader import DataLoader, DataSet, eval_batches
 
 
 def test_bench_times_the_real_training_step(fork):
@@ -72,37 +75,136 @@ def test_checkouts_are_timed_in_turns(fork, tmp_path):
     assert all(run["tokens/s"] > 0 and run["device"] == "cpu" for run in runs)
 
 
-def test_time_to_loss_compares_ours_with_the_plain_baseline(fork, sums, tmp_path):
+# What dev/run_peer.py needs to know of the two scripts: how they read data and what they print.
+NANOGPT = """
+import os, sys, time
+import numpy as np
+import torch
+from model import GPT  # its own, not ours
+options = dict(flag[2:].split("=") for flag in sys.argv[1:])
+batch_size, block_size, eval_iters, accumulation, eval_interval, max_iters = (
+    int(options[name]) for name in ("batch_size", "block_size", "eval_iters",
+    "gradient_accumulation_steps", "eval_interval", "max_iters"))
+data_dir, seen = os.path.join("data", options["dataset"]), []
+torch.manual_seed(1337)
+def get_batch(split):
+    data = np.memmap(os.path.join(data_dir, split + ".bin"), dtype=np.uint16, mode="r")
+    starts = torch.randint(len(data) - block_size, (batch_size,))
+    return split, [data[i : i + block_size].tolist() for i in starts]
+def estimate_loss():
+    for split in ("train", "val"):
+        for _ in range(eval_iters):
+            batch = get_batch(split)
+            if split == "val":
+                seen.append(batch)
+batch, step = get_batch("train"), 0
+while step <= max_iters:
+    if step % eval_interval == 0:
+        estimate_loss()
+        print(f"step {step}: train loss 9.0, val loss {3.05 - step / 10:.4f}")
+        torch.save(seen, os.path.join(options["out_dir"], "ckpt.pt"))
+    for _ in range(accumulation):
+        seen.append(batch)
+        batch = get_batch("train")
+    print(f"iter {step}: loss {torch.rand(()).item():.4f}, time 20.00ms, mfu 1.00%")
+    step += 1
+open("seen.txt", "w").write(repr(seen))
+"""
+NANOCHAT = """
+import argparse
+import wandb
+from nanochat.dataloader import tokenizing_distributed_data_loader_bos_bestfit as for_val
+from nanochat.dataloader import (
+    tokenizing_distributed_data_loader_with_state_bos_bestfit as for_train)
+from nanochat.tokenizer import get_tokenizer, get_token_bytes
+from nanochat.checkpoint_manager import save_checkpoint, load_checkpoint
+from nanochat.loss_eval import evaluate_bpb
+from nanochat.engine import Engine
+from scripts.base_eval import evaluate_core
+parser = argparse.ArgumentParser()
+for name in ("depth", "aspect-ratio", "head-dim", "max-seq-len", "device-batch-size", "eval-every",
+             "total-batch-size", "num-iterations", "eval-tokens", "core-metric-every",
+             "sample-every"):
+    parser.add_argument("--" + name, type=int)
+for name in ("window-pattern", "device-type"):
+    parser.add_argument("--" + name)
+args, seen = parser.parse_args(), []
+tokenizer = get_tokenizer()
+B, T = args.device_batch_size, args.max_seq_len
+train = for_train(tokenizer, B, T, split="train", device="cpu", resume_state_dict=None)
+x, y, state = next(train)
+class Mean:
+    def __call__(self, x, y):
+        seen.append(("val", x.tolist()))
+        return x.double().mean()
+for step in range(args.num_iterations + 1):
+    if step % args.eval_every == 0:
+        steps = args.eval_tokens // (B * T)
+        bpb = evaluate_bpb(Mean(), for_val(tokenizer, B, T, split="val", device="cpu"), steps, None)
+        print(f"Step {step:05d} | Validation bpb: {bpb:.6f}")
+    if step == args.num_iterations:
+        break
+    for _ in range(args.total_batch_size // (B * T)):
+        seen.append(("train", x.tolist()))
+        x, y, state = next(train)
+    print(f"step {step:05d}/9 (1%) | loss: 1.5 | lrm: 1.00 | dt: 10.00ms | tok/sec: 9")
+seen.append(("vocabulary", tokenizer.get_vocab_size()))
+open("seen.txt", "w").write(repr(seen))
+"""
+
+
+@pytest.fixture
+def checkouts(tmp_path):
+    for path, text in (("nanogpt/train.py", NANOGPT), ("nanogpt/model.py", "GPT = 1"),
+                       ("nanochat/scripts/base_train.py", NANOCHAT),
+                       ("nanochat/nanochat/__init__.py", "")):  # fmt: skip
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text(text, encoding="utf-8")
+    return [f"--{name}={tmp_path / name}" for name in ("nanogpt", "nanochat")]
+
+
+SMALL = ["--size=tiny", "--block_size=16", "--micro_batch=4", "--eval_windows=8",
+         "--eval_interval=5", "--device=cpu", "--compile=False"]  # fmt: skip
+
+
+def test_peers_train_on_the_same_windows_in_the_same_order(fork, sums, tmp_path, checkouts):
     for name in ("val.bin", "meta.json"):
         shutil.copy(sums / name, tmp_path)
     (tmp_path / "train.bin.xz").write_bytes(lzma.compress((sums / "train.bin").read_bytes()))
     process = fork(
-        "dev/time_to_loss.py", f"--data={tmp_path}", "--size=tiny", "--block_size=16",
-        "--micro_batch=4", "--eval_windows=8", "--eval_interval=5", "--device=cpu",
-        "--compile=False", "--gpus=2", f"--out={tmp_path}/runs.jsonl", "--baseline=0.1k:1e-4:768:2",
+        "dev/peers.py", f"--data={tmp_path}", *SMALL, *checkouts, f"--out={tmp_path}/runs.jsonl",
+        "--nanogpt_runs=0.1k:1e-4:0.8k:2", "--nanochat_runs=0.1k:0.6k", "--gpus=2",
         "--ours=wsd: --lr_schedule=wsd --warmup_iters=2 --learning_rate=1e-2 --max_iters=12 "
         "--gradient_accumulation_steps=1",
     )  # fmt: skip
     shown = process.stdout.read()
     assert process.wait() == 0, shown
     runs = map(json.loads, (tmp_path / "runs.jsonl").read_text(encoding="utf-8").splitlines())
-    runs = {run["kind"]: run for run in runs}
-    curves = {kind: run["curve"] for kind, run in runs.items()}
-    assert [e["iter"] for e in curves["baseline"]] == [0, 5, 6]
+    curves = {run["kind"]: run["curve"] for run in runs}
+    assert [e["tokens"] for e in curves["nanogpt"]] == [0, 640]
+    assert [e["seconds"] for e in curves["nanogpt"]] == [0, 5 * 0.02]
+    assert [e["val_loss"] for e in curves["nanogpt"]] == [3.05, 2.55]
+    assert [(e["tokens"], e["seconds"]) for e in curves["nanochat"]] == [(0, 0), (640, 5 * 0.01)]
     assert [e["tokens"] for e in curves["ours"]] == [0, 5 * 64, 10 * 64, 12 * 64]
-    assert curves["baseline"][-1]["tokens"] == 768
-    assert "| plain 0.1k:1e-4:768:2 | 1337 | 128 | 0.0001 | 0.0M |" in shown
-    assert "| wsd | 1337 | 64 | 0.01 |" in shown
-    ratio = float(re.search(r"^wsd: ([\d.]+) of the baseline's time", shown, re.MULTILINE)[1])
-    reached = ratio * curves["baseline"][-1]["seconds"]
-    assert 0 < reached < curves["ours"][-1]["seconds"]
+    train, val = DataSet(str(sums)).open(16, 64)
+    ours = DataLoader(train, batch_size=4, accumulation=2, seed=1337).micro_batches(0)
+    windows = [next(ours)[0].tolist() for _ in range(10)]
+    evaluated = [tokens.tolist() for tokens, *_ in eval_batches(val, 4, 8)]
+    for name in ("nanogpt", "nanochat"):
+        seen = ast.literal_eval((tmp_path / name / "seen.txt").read_text())
+        trained = [batch for batch in seen if batch[0] == "train"]
+        assert [batch[1] for batch in trained[:10]] == windows
+        looked_at = [batch for batch in seen if batch[0] == "val"]
+        assert [batch[1] for batch in looked_at[:2]] == evaluated
+    assert seen[-1] == ("vocabulary", 13)
+    assert "| nanoGPT 0.1k:1e-4:0.8k:2 | 1337 | 128 | 0.0M | 6,400 | 0.0 |" in shown
+    assert "wsd: " in shown and "of the time of nanoGPT 0.1k:1e-4:0.8k:2" in shown
 
 
 def test_a_comparison_that_is_ended_leaves_nothing_behind(fork, sums, tmp_path):
     process = fork(
-        "dev/time_to_loss.py", f"--data={sums}", "--size=tiny", "--block_size=16",
-        "--micro_batch=4", "--eval_windows=8", "--device=cpu", "--compile=False",
-        f"--out={tmp_path}/runs.jsonl", "--ours=--max_iters=1000000; --max_iters=1000001",
+        "dev/peers.py", f"--data={sums}", *SMALL, f"--out={tmp_path}/runs.jsonl",
+        "--ours=--max_iters=1000000; --max_iters=1000001",
         TMPDIR=str(tmp_path), code="import tempfile; tempfile.tempdir = None",
     )  # fmt: skip
     (metrics,) = wait_until(lambda: list(tmp_path.glob("tmp*/metrics.jsonl")))
@@ -113,7 +215,7 @@ def test_a_comparison_that_is_ended_leaves_nothing_behind(fork, sums, tmp_path):
     assert not Path(f"/proc/{child}").exists() and not metrics.exists()
 
 
-def test_time_to_loss_keeps_the_width_of_heads(run, sums, monkeypatch):
+def test_peers_have_heads_as_wide_as_in_their_recipes(run, sums, monkeypatch, checkouts):
     started = []
 
     class NotRun(subprocess.Popen):
@@ -122,53 +224,55 @@ def test_time_to_loss_keeps_the_width_of_heads(run, sums, monkeypatch):
             raise OSError("not run")
 
     monkeypatch.setattr(subprocess, "Popen", NotRun)
-    for flags in ("--ours=config/train_gpt2_muon.py", "--baseline=32k:6e-4:1M"):
+    for flags in ("--ours=config/train_gpt2_muon.py", "--nanogpt_runs=32k:6e-4:1M"):
         with pytest.raises(OSError, match="not run"):
-            run("dev/time_to_loss.py", f"--data={sums}", "--size=350m", flags)
-    heads = [next(f for f in command if f.startswith("--n_head=")) for command in started]
+            run("dev/peers.py", f"--data={sums}", "--size=350m", flags, *checkouts)
+    heads = [flag for command in started for flag in command if flag.startswith("--n_head=")]
     assert heads == ["--n_head=8", "--n_head=16"]  # 1024 wide: of 128, as in its config, and of 64
 
 
-def test_time_to_loss_writes_no_curve_of_a_run_that_is_never_evaluated(run, sums, tmp_path):
+def test_peers_writes_no_curve_of_a_run_that_is_never_evaluated(run, sums, tmp_path):
     """Every later table of that file would fail on it."""
     with pytest.raises(SystemExit, match="a: evaluated 0 times, too few for a curve"):
         run(
-            "dev/time_to_loss.py", f"--data={sums}", "--size=tiny", "--block_size=16",
-            "--micro_batch=4", "--eval_windows=8", "--device=cpu", "--compile=False",
-            f"--out={tmp_path}/runs.jsonl", "--ours=a: --max_iters=2 --eval_interval=0",
+            "dev/peers.py", f"--data={sums}", *SMALL, f"--out={tmp_path}/runs.jsonl",
+            "--ours=a: --max_iters=2 --eval_interval=0",
         )  # fmt: skip
     assert not (tmp_path / "runs.jsonl").exists()
 
 
-def test_time_to_loss_refuses_wrong_flags_before_any_run(run):
-    with pytest.raises(ValueError, match="unknown setting '--muon_rl=1'"):
-        run("dev/time_to_loss.py", "--ours=--muon_rl=1")
-    with pytest.raises(ValueError, match="eval_windows=512 must be a multiple of batch_size=24"):
-        run("dev/time_to_loss.py", "--ours=big: --batch_size=24")
-    with pytest.raises(ValueError, match="'65k' is not TOKENS_PER_STEP:LEARNING_RATE"):
-        run("dev/time_to_loss.py", "--baseline=65k")
+def test_peers_refuses_wrong_flags_before_any_run(run):
+    for flag, message in (
+        ("--ours=--muon_rl=1", "unknown setting '--muon_rl=1'"),
+        ("--ours=big: --batch_size=24", "eval_windows=512 must be a multiple of batch_size=24"),
+        ("--nanogpt_runs=65k", "'65k' is not TOKENS_PER_STEP:LEARNING_RATE"),
+        ("--nanochat_runs=65k:1M:3", "'65k:1M:3' is not TOKENS_PER_STEP:TOKENS, such as 65k"),
+        ("--nanochat_runs=65k:1M", "is no checkout of it: no scripts/base_train.py"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            run("dev/peers.py", flag, "--nanochat=nowhere")
 
 
-def test_time_to_loss_interpolates_between_evaluations_and_judges_by_the_best_baseline(
-    run, tmp_path
-):
+def test_peers_interpolates_between_evaluations_and_takes_each_peers_best(run, tmp_path):
     lines = []
     for kind, recipe, seed, points in (
-        ("baseline", "quick", 1, [(0, 9.0), (10, 4.0)]),
-        ("baseline", "slow", 1, [(0, 9.0), (100, 3.0)]),
-        ("baseline", "slow", 2, [(0, 9.0), (100, 2.0)]),
+        ("nanogpt", "quick", 1, [(0, 9.0), (10, 4.0)]),
+        ("nanogpt", "slow", 1, [(0, 9.0), (100, 3.0)]),
+        ("nanogpt", "slow", 2, [(0, 9.0), (100, 2.0)]),
+        ("nanochat", "d2", 1, [(0, 9.0), (30, 1.0)]),
         ("ours", "muon", 1, [(0, 9.0), (10, 5.0), (20, 1.0)]),  # 3.0 after 15 s
         ("ours", "muon", 2, [(0, 9.0), (10, 2.5), (40, 2.2)]),
     ):
         curve = [{"tokens": 64, "seconds": s, "val_loss": loss} for s, loss in points]
         lines.append(
             {"kind": kind, "recipe": recipe, "seed": seed, "size": "tiny", "data": "sums",
-             "device": "cpu", "tokens_per_step": 64, "learning_rate": 1e-3, "curve": curve}
+             "device": "cpu", "tokens_per_step": 64, "first_step_s": 2.5, "curve": curve}
         )  # fmt: skip
     file = tmp_path / "runs.jsonl"
     file.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
-    shown = run("dev/time_to_loss.py", f"--out={file}")
-    assert "best baseline: slow" in shown
-    assert "| muon | 1 | 64 | 0.001 | 0.0M | 20.0 | 1.0000 | 15.0 | 0.150 |" in shown
-    assert "| muon | 2 | 64 | 0.001 | 0.0M | 40.0 | 2.2000 | not reached |  |" in shown
-    assert "muon: 0.150 of the baseline's time, 1/6.67" in shown
+    shown = run("dev/peers.py", f"--out={file}")
+    assert "| seconds to slow | seconds to d2 |" in shown and "to quick" not in shown
+    assert "| muon | 1 | 64 | 0.0M | 3 | 0.0 | 2.5 | 20.0 | 1.0000 | 15.0 | 20.0 |" in shown
+    assert "| muon | 2 | 64 | 0.0M | 2 | 0.0 | 2.5 | 40.0 | 2.2000 | not reached |  |" in shown
+    assert "muon: 0.150 of the time of slow" in shown
+    assert "muon: 0.667 of the time of d2" in shown

@@ -1,0 +1,327 @@
+r"""How long training takes to a given loss: train.py against nanoGPT and nanochat.
+
+    git clone https://github.com/karpathy/nanoGPT && git clone https://github.com/karpathy/nanochat
+    python dev/peers.py --data=data/openwebtext --nanogpt=nanoGPT --nanochat=nanochat --gpus=2 \
+        --nanogpt_runs=32k:6e-4:67.1M --nanochat_runs="65k:67.1M, 131k:67.1M" \
+        --ours="muon: config/train_gpt2_muon.py --max_iters=1024" --seeds=1337,1338
+    python dev/peers.py --out=runs.jsonl
+
+All train on the same tokens in the same order and are evaluated on the same windows. Theirs are the
+unmodified checkouts with their own rules (dev/run_peer.py only feeds them); ours is the real
+train.py, with the flags given. Every run becomes a line of --out, with its whole curve (plot.py
+draws them), and the table is that of all lines there: a sweep may take several calls, and the
+second command above trains nothing.
+
+Time is that of training steps alone, without compilation and evaluation; the first step's is from
+the start of the process. The bar is the final loss of a peer's run that ends lowest (by its mean),
+with the same seed; when ours reached it is interpolated between evaluations. Checkpoints go to the
+folder for temporary files: TMPDIR=/dev/shm keeps them in memory.
+"""
+
+import contextlib
+import json
+import lzma
+import os
+import queue
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+import steady
+
+steady.start_script()
+
+import torch
+
+from configurator import configure, read_settings, resolve
+from steady import UserError
+from steady.runlog import read_json_lines, read_metrics, training_clock
+from steady.stop import on_signals
+
+# what is compared
+data = ""  # folder with train.bin (or train.bin.xz), val.bin and meta.json
+size = "124m"  # tiny, 30m, 124m or 350m, with heads as wide as in the recipe's config file
+nanogpt = ""  # folder of a checkout of karpathy/nanoGPT
+nanogpt_runs = ""  # TOKENS_PER_STEP:LEARNING_RATE:TOKENS[:WARMUP_STEPS], separated by commas
+nanochat = ""  # folder of a checkout of karpathy/nanochat
+nanochat_runs = ""  # TOKENS_PER_STEP:TOKENS, separated by commas
+ours = ""  # flags and config files of train.py, perhaps behind "NAME: "; recipes end with ";"
+seeds = "1337"  # of weights and data order, separated by commas
+out = "peers.jsonl"  # file that one line per run is added to
+# how
+micro_batch = 32  # sequences; flags in --ours may say otherwise
+block_size = 1024  # tokens in a sequence
+eval_interval = 50  # steps between evaluations; flags in --ours may say otherwise
+eval_windows = 512  # sequences of val.bin, a multiple of the micro-batch
+gpus = 1  # runs side by side, each on a GPU of its own
+device = "auto"  # auto, cpu, cuda
+compile = True  # torch.compile the models
+
+configure(globals(), positional="")
+ROOT = Path(__file__).parents[1]
+SHAPES = {"tiny": (2, 32), "30m": (6, 384), "124m": (12, 768), "350m": (24, 1024)}  # layers, width
+FACTORS = {"k": 1e3, "M": 1e6, "B": 1e9}
+SCRIPTS = {"nanogpt": "train.py", "nanochat": "scripts/base_train.py"}
+EXAMPLES = {"nanogpt_runs": "32k:6e-4:67.1M", "nanochat_runs": "65k:67.1M"}
+DATA, OUT_DIR, SEED = "{data}", "{out_dir}", "{seed}"  # in commands, until a run begins
+
+
+def number(text: str) -> float:
+    """65k, 67.1M, 1.2e-3."""
+    factor = FACTORS.get(text[-1:], 1)
+    return float(text[:-1] if factor > 1 else text) * factor
+
+
+def numbers_of(recipe: str, flag: str, form: str) -> list[float]:
+    """The numbers of one run of --nanogpt_runs or --nanochat_runs."""
+    parts = recipe.split(":")
+    try:
+        if not form.count(":") - form.count("[") < len(parts) <= form.count(":") + 1:
+            raise ValueError
+        return [number(part) for part in parts]
+    except ValueError:
+        raise UserError(f"--{flag}: {recipe!r} is not {form}, such as {EXAMPLES[flag]}") from None
+
+
+def nanogpt_job(recipe: str) -> dict[str, Any]:
+    """Tokens are rounded to whole micro-batches and steps. Its own rules: a cosine to a tenth."""
+    form = "TOKENS_PER_STEP:LEARNING_RATE:TOKENS[:WARMUP_STEPS]"
+    per_step, rate, total, *warmup = numbers_of(recipe, "nanogpt_runs", form)
+    micro_steps = max(1, round(per_step / (micro_batch * block_size)))
+    iterations = whole_evaluations(total / (micro_steps * micro_batch * block_size))
+    layers, width = SHAPES[size]
+    flags = {
+        "n_layer": layers, "n_head": max(1, width // 64), "n_embd": width,
+        "block_size": block_size, "batch_size": micro_batch,
+        "gradient_accumulation_steps": micro_steps, "learning_rate": rate, "min_lr": rate / 10,
+        "warmup_iters": int(warmup[0]) if warmup else 100, "max_iters": iterations,
+        "lr_decay_iters": iterations, "eval_interval": eval_interval,
+        "eval_iters": eval_windows // micro_batch, "always_save_checkpoint": False,
+        "device": hardware(), "compile": compile, "dataset": DATA, "out_dir": OUT_DIR,
+    }  # fmt: skip
+    if hardware() == "cpu":
+        flags["dtype"] = "float32"
+    flags = [f"--{name}={value}" for name, value in flags.items()]
+    return {"kind": "nanogpt", "recipe": f"nanoGPT {recipe}", "flags": flags, "learning_rate": rate}
+
+
+def nanochat_job(recipe: str) -> dict[str, Any]:
+    """Its own rules for rates, decay and schedules, which it derives from depth and batch."""
+    per_step, total = numbers_of(recipe, "nanochat_runs", "TOKENS_PER_STEP:TOKENS")
+    tokens = micro_batch * block_size * max(1, round(per_step / (micro_batch * block_size)))
+    layers, width = SHAPES[size]
+    flags = {
+        "depth": layers, "aspect-ratio": width // layers, "head-dim": min(128, width // 2),
+        "max-seq-len": block_size, "window-pattern": "L", "device-batch-size": micro_batch,
+        "total-batch-size": tokens, "num-iterations": whole_evaluations(total / tokens),
+        "eval-every": eval_interval, "eval-tokens": eval_windows * block_size,
+        "core-metric-every": -1, "sample-every": -1, "device-type": hardware(),
+    }  # fmt: skip
+    flags = [f"--{name}={value}" for name, value in flags.items()]
+    return {"kind": "nanochat", "recipe": f"nanochat {recipe}", "flags": flags}
+
+
+def whole_evaluations(steps: float) -> int:
+    """The nearest number of steps that ends with an evaluation: nanoGPT makes no other one."""
+    return eval_interval * max(1, round(steps / eval_interval))
+
+
+def hardware() -> str:
+    return "cuda" if torch.cuda.is_available() and device != "cpu" else "cpu"
+
+
+def our_job(recipe: str) -> dict[str, Any]:
+    name, colon, flags = recipe.rpartition(": ")
+    return {"kind": "ours", "recipe": name.strip() if colon else recipe, "flags": flags.split()}
+
+
+def command_of(job: dict[str, Any]) -> list[str]:
+    """The command of a run, but for its seed and folders; adds what the table needs to `job`."""
+    if job["kind"] != "ours":
+        checkout = Path({"nanogpt": nanogpt, "nanochat": nanochat}[job["kind"]])
+        if not (checkout / SCRIPTS[job["kind"]]).exists():
+            raise UserError(
+                f"--{job['kind']}={checkout} is no checkout of it: no {SCRIPTS[job['kind']]}"
+            )
+        job["commit"] = commit_of(checkout)
+        command = [sys.executable, str(ROOT / "dev/run_peer.py"), job["kind"]]
+        return [*command, str(checkout.resolve()), DATA, OUT_DIR, SEED, *job["flags"]]
+    layers, width = SHAPES[size]
+    command = [flag for flag in job["flags"] if not flag.startswith("-")]  # config files come first
+    recipe = resolve(read_settings(ROOT / "train.py"), command)
+    heads = max(1, width * recipe["n_head"] // recipe["n_embd"])  # as wide as in its config file
+    command += [f"--n_layer={layers}", f"--n_head={heads}", f"--n_embd={width}"]
+    command += [f"--block_size={block_size}", f"--batch_size={micro_batch}"]
+    command += [f"--eval_interval={eval_interval}"]
+    command += [flag for flag in job["flags"] if flag.startswith("-")]
+    command += [f"--device={device}", f"--compile={compile}"]
+    command += ["--log_interval=1", "--always_save_checkpoint=False"]
+    settings = resolve(read_settings(ROOT / "train.py"), command)
+    batch_size, job["learning_rate"] = settings["batch_size"], settings["learning_rate"]
+    if batch_size == "auto" or eval_windows % batch_size:
+        raise UserError(
+            f"{job['recipe']}: eval_windows={eval_windows} must be a multiple of "
+            f"batch_size={batch_size}: set --eval_windows or --micro_batch"
+        )
+    job["commit"] = commit_of(ROOT)
+    command += [f"--eval_iters={eval_windows // batch_size}"]
+    command += [f"--dataset={DATA}", f"--out_dir={OUT_DIR}", f"--seed={SEED}"]
+    return [sys.executable, str(ROOT / "train.py"), *command]
+
+
+def commit_of(folder: Path) -> str:
+    """Empty where Git does not know."""
+    git = ["git", "-C", str(folder), "rev-parse", "HEAD"]
+    with contextlib.suppress(OSError):
+        if (folder / ".git").exists():  # or it would name the commit of a checkout around it
+            return subprocess.run(git, capture_output=True, text=True).stdout.strip()
+    return ""
+
+
+def run(job: dict[str, Any], command: list[str], seed: str, folder: Path) -> None:
+    """Train once and add the run's line to --out; a failure is noted, and the others go on."""
+    gpu = free_gpus.get()
+    try:
+        with tempfile.TemporaryDirectory() as out_dir:
+            for name, value in ((DATA, str(folder)), (OUT_DIR, out_dir), (SEED, seed)):
+                command = [part.replace(name, value) for part in command]
+            metrics, began = Path(out_dir) / "metrics.jsonl", time.monotonic()
+            process = subprocess.Popen(
+                command, env=os.environ | ({"CUDA_VISIBLE_DEVICES": gpu} if gpus > 1 else {}),
+                stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                encoding="utf-8", errors="replace",
+            )  # fmt: skip
+            running.append(process)
+            while process.poll() is None and not any("loss" in e for e in read_metrics(metrics)):
+                time.sleep(0.1)
+            first_step = time.monotonic() - began
+            shown = process.communicate()[0]
+            entries = read_metrics(metrics)
+    finally:
+        free_gpus.put(gpu)
+    evaluations, failure = [e for e in entries if e.get("val_loss") is not None], ""
+    if process.returncode:
+        failure = "\n".join([job["recipe"], *shown.splitlines()[-20:]])
+    elif len(evaluations) < 2:
+        failure = f"{job['recipe']}: evaluated {len(evaluations)} times, too few for a curve"
+    if failure:
+        failures.append(failure)
+        print(f"{job['recipe']}, seed {seed}: failed", flush=True)
+        return
+    seconds, tokens = training_clock(entries)
+    curve = [
+        {"iter": e["iter"], "tokens": tokens[e["iter"]], "seconds": round(seconds[e["iter"]], 3),
+         "val_loss": round(e["val_loss"], 5)}
+        for e in evaluations
+    ]  # fmt: skip
+    cuda = torch.cuda.is_available() and device != "cpu"
+    memory = [e["memory_gib"] for e in entries if e.get("memory_gib")]
+    line = job | {
+        "size": size, "data": Path(data).resolve().name, "seed": int(seed),
+        "first_step_s": round(first_step, 1), "memory_gib": max(memory, default=None),
+        "device": torch.cuda.get_device_name() if cuda else "cpu", "torch": torch.__version__,
+        "tokens_per_step": tokens[1], "curve": curve,
+    }  # fmt: skip
+    with writing, open(out, "a", encoding="utf-8") as file:
+        file.write(json.dumps(line) + "\n")
+    last = curve[-1]
+    came_to = f"{last['val_loss']:.4f} in {last['seconds']:.1f} s of steps"
+    print(f"{job['recipe']}, seed {seed}: {came_to}", flush=True)
+
+
+def time_to(loss: float, curve: list[dict[str, Any]]) -> float | None:
+    """Seconds of steps until `curve` first reaches `loss`; None if it never does."""
+    if curve[0]["val_loss"] <= loss:
+        return curve[0]["seconds"]
+    for before, after in zip(curve, curve[1:], strict=False):
+        if after["val_loss"] <= loss:
+            share = (before["val_loss"] - loss) / (before["val_loss"] - after["val_loss"])
+            return before["seconds"] + share * (after["seconds"] - before["seconds"])
+    return None
+
+
+def print_table(runs: list[dict[str, Any]]) -> None:
+    """The table of runs of one size, one corpus and one device, and what it comes to."""
+    bars: dict[str, dict[int, dict[str, Any]]] = {}  # by kind and seed: the best recipe's end
+    for kind in dict.fromkeys(r["kind"] for r in runs if r["kind"] != "ours"):
+        final: dict[str, list[float]] = {}
+        for r in runs:
+            if r["kind"] == kind:
+                final.setdefault(r["recipe"], []).append(r["curve"][-1]["val_loss"])
+        best = min(final, key=lambda recipe: statistics.mean(final[recipe]))
+        bars[best] = {r["seed"]: r["curve"][-1] for r in runs if r["recipe"] == best}
+    print(f"\n{runs[0]['size']} on {runs[0]['data']}, {runs[0]['device']}\n")
+    heads = ["recipe", "seed", "tokens a step", "tokens", "tokens/s", "GiB", "first step, s",
+             "steps' time, s", "val loss", *(f"seconds to {best}" for best in bars)]  # fmt: skip
+    print("| " + " | ".join(heads) + " |\n" + "|---" * len(heads) + "|")
+    ratios: dict[tuple[str, str], list[float]] = {}
+    for r in runs:
+        last, cells = r["curve"][-1], []
+        for best, by_seed in bars.items():
+            bar = by_seed.get(r["seed"])
+            seconds = time_to(bar["val_loss"], r["curve"]) if bar else None
+            cells.append("" if not bar else "not reached" if seconds is None else f"{seconds:.1f}")
+            if bar and seconds is not None and r["kind"] == "ours":
+                ratios.setdefault((r["recipe"], best), []).append(seconds / bar["seconds"])
+        memory, first = (r.get(name) or 0.0 for name in ("memory_gib", "first_step_s"))
+        print(
+            f"| {r['recipe']} | {r['seed']} | {r['tokens_per_step']:,} | "
+            f"{last['tokens'] / 1e6:.1f}M | {last['tokens'] / max(last['seconds'], 1e-9):,.0f} | "
+            f"{memory:.1f} | {first:.1f} | {last['seconds']:.1f} | {last['val_loss']:.4f} | "
+            + "".join(f"{cell} | " for cell in cells).rstrip()
+        )
+    for (recipe, best), values in ratios.items():
+        shown = ", ".join(f"{value:.3f}" for value in values)
+        print(f"\n{recipe}: {shown} of the time of {best}")
+
+
+jobs = [nanogpt_job(recipe.strip()) for recipe in nanogpt_runs.split(",") if recipe.strip()]
+jobs += [nanochat_job(recipe.strip()) for recipe in nanochat_runs.split(",") if recipe.strip()]
+jobs += [our_job(recipe.strip()) for recipe in ours.split(";") if recipe.strip()]
+commands = [command_of(job) for job in jobs]  # all of them first: a wrong flag costs no time so
+failures: list[str] = []
+running: list[subprocess.Popen[str]] = []
+on_signals(("SIGTERM", "SIGHUP"), signal.default_int_handler)  # as Ctrl-C
+writing, free_gpus = threading.Lock(), queue.Queue()
+for i in range(gpus):
+    free_gpus.put(str(i))
+with tempfile.TemporaryDirectory() as temporary:
+    folder = Path(data).resolve()
+    if jobs and (folder / "train.bin.xz").exists():
+        for name in ("val.bin", "meta.json"):
+            shutil.copy(folder / name, temporary)
+        packed = lzma.open(folder / "train.bin.xz")
+        with packed, open(Path(temporary, "train.bin"), "wb") as unpacked:
+            shutil.copyfileobj(packed, unpacked)
+        folder = Path(temporary)
+    with ThreadPoolExecutor(gpus) as pool:
+        results = [
+            pool.submit(run, job, command, seed.strip(), folder)
+            for job, command in zip(jobs, commands, strict=True)
+            for seed in seeds.split(",")
+        ]
+        try:
+            for result in results:
+                result.result()
+        except BaseException:  # Ctrl-C, perhaps: what waits for its turn must not start now,
+            pool.shutdown(wait=False, cancel_futures=True)
+            for process in running:  # and what runs must not go on
+                process.kill()
+            raise
+
+groups: dict[tuple[str, str, str], list[dict[str, Any]]] = {}
+for entry in read_json_lines(Path(out)):
+    groups.setdefault((entry["size"], entry["data"], entry["device"]), []).append(entry)
+for group in groups.values():
+    print_table(group)
+if failures:
+    raise SystemExit("\n".join(["", *failures]))

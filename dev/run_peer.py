@@ -1,0 +1,157 @@
+"""Run the training script of an unmodified checkout of nanoGPT or nanochat for dev/peers.py.
+
+    python dev/run_peer.py nanogpt CHECKOUT DATA OUT_DIR SEED [flags of its train.py]
+
+Its windows are train.py's, in train.py's order, and so are those it is evaluated on. What it prints
+of its steps and evaluations becomes OUT_DIR/metrics.jsonl. Nothing of the checkout is changed: the
+functions that it imports to read data, save and look at samples are replaced before it starts.
+"""
+
+import builtins
+import itertools
+import json
+import os
+import re
+import runpy
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from steady.dataloader import DataLoader, DataSet, eval_batches
+from steady.distributed import Process
+
+STEP = {
+    "nanogpt": r"iter (?P<iter>\d+): loss (?P<loss>\S+), time (?P<ms>[\d.]+)ms",
+    "nanochat": r"step (?P<iter>\d+)/.*\| loss: (?P<loss>\S+) .*\| dt: (?P<ms>[\d.]+)ms",
+}
+EVALUATION = {
+    "nanogpt": r"step (?P<iter>\d+): .*val loss (?P<val_loss>\S+)",
+    "nanochat": r"Step (?P<iter>\d+) \| Validation bpb: (?P<val_loss>\S+)",
+}
+
+
+def main() -> None:
+    kind, checkout, data, out_dir, seed, *flags = sys.argv[1:]
+    sys.path[:] = [checkout, *sys.path[2:], sys.path[0]]  # its model.py before ours
+    options = dict(flag.removeprefix("--").split("=", 1) for flag in flags if "=" in flag)
+    log_what_is_printed(kind, Path(out_dir) / "metrics.jsonl", options)
+    use_seed(int(seed))
+    prepare = {"nanogpt": prepare_nanogpt, "nanochat": prepare_nanochat}[kind]
+    script = prepare(DataSet(data), int(seed), options, out_dir)
+    os.chdir(checkout)
+    sys.argv = [script, *flags]
+    runpy.run_path(script, run_name="__main__")
+
+
+def log_what_is_printed(kind: str, path: Path, options: dict[str, str]) -> None:
+    """Steps and evaluations go to `path` as train.py's do."""
+    real, file = builtins.print, open(path, "a", encoding="utf-8")
+    tokens = int(options.get("total-batch-size", 0))
+    if kind == "nanogpt":
+        sizes = ("batch_size", "gradient_accumulation_steps", "block_size")
+        tokens = np.prod([int(options[name]) for name in sizes]).item()
+
+    def show(*values: Any, **how: Any) -> None:
+        real(*values, **how)
+        text = " ".join(map(str, values))
+        found = re.match(STEP[kind], text) or re.match(EVALUATION[kind], text)
+        if not found:
+            return
+        entry: dict[str, Any] = {name: float(value) for name, value in found.groupdict().items()}
+        entry["iter"] = int(entry["iter"])
+        if "ms" in entry:
+            entry["tokens_per_s"] = tokens / entry["ms"] * 1e3
+            if torch.cuda.is_available():
+                entry["memory_gib"] = torch.cuda.max_memory_allocated() / 2**30
+        file.write(json.dumps(entry) + "\n")
+        file.flush()
+
+    builtins.print = show
+
+
+def use_seed(seed: int) -> None:
+    """Both scripts have a seed of their own and no flag for it."""
+    for module in (torch, torch.cuda):
+        real = module.manual_seed
+        module.manual_seed = lambda _, real=real: real(seed)
+
+
+def prepare_nanogpt(data: DataSet, seed: int, options: dict[str, str], out_dir: str) -> str:
+    """Its get_batch asks torch.randint where windows begin."""
+    batch_size, windows = int(options["batch_size"]), int(options["eval_iters"])
+    block_size = int(options["block_size"])
+    train, val = data.open(block_size, data.padded_vocab_size)
+    accumulation = int(options["gradient_accumulation_steps"])
+    loader = DataLoader(train, batch_size, accumulation, seed)
+    last = val.n_tokens - block_size - 1
+    evaluated = np.linspace(0, last, windows * batch_size).astype(np.int64)
+    evaluated = torch.from_numpy(evaluated).view(windows, batch_size)
+    real, drawn, of_evaluation = torch.randint, itertools.count(), itertools.cycle(evaluated)
+
+    def randint(*size: Any, **how: Any) -> torch.Tensor:
+        frame = sys._getframe(1)
+        if frame.f_code.co_name != "get_batch":
+            return real(*size, **how)
+        if frame.f_back.f_code.co_name != "estimate_loss":
+            return torch.from_numpy(loader.starts(*divmod(next(drawn), accumulation)))
+        if frame.f_locals["split"] == "train":  # of no interest here
+            return torch.zeros(batch_size, dtype=torch.int64)
+        return next(of_evaluation)
+
+    torch.randint = randint
+    torch.save = lambda *_: None
+    return "train.py"
+
+
+def prepare_nanochat(data: DataSet, seed: int, options: dict[str, str], out_dir: str) -> str:
+    """Its dataset is text that it packs into rows; here it gets tokens."""
+    batch_size, block_size = int(options["device-batch-size"]), int(options["max-seq-len"])
+    windows = int(options["eval-tokens"]) // block_size
+    train, val = data.open(block_size, data.padded_vocab_size)
+    accumulation = int(options["total-batch-size"]) // (batch_size * block_size)
+
+    def batches(_: Any, B: int, T: int, split: str, device: Any, **__: Any) -> Iterator[Any]:
+        process = Process(device=torch.device(device))
+        if split == "train":
+            loader = DataLoader(train, batch_size, accumulation, seed, process)
+            for tokens, targets in loader.micro_batches(0):
+                yield tokens, targets, {"epoch": 0, "pq_idx": 0, "rg_idx": 0}
+        for tokens, targets, _ in eval_batches(val, batch_size, windows, process):
+            yield tokens, targets
+
+    @torch.no_grad()
+    def evaluate(model: Any, batches: Iterator[Any], steps: int, _: Any) -> float:
+        """The mean loss in nats per token (printed as bits per byte)."""
+        return sum(model(*next(batches)).item() for _ in range(steps)) / steps
+
+    class Tokenizer:
+        def get_vocab_size(self) -> int:
+            return data.vocab_size
+
+    nothing = lambda *_, **__: None  # noqa: E731
+    replaced = {
+        "wandb": {},
+        "nanochat.dataloader": {
+            "tokenizing_distributed_data_loader_bos_bestfit": batches,
+            "tokenizing_distributed_data_loader_with_state_bos_bestfit": batches,
+        },
+        "nanochat.tokenizer": {"get_tokenizer": Tokenizer, "get_token_bytes": nothing},
+        "nanochat.checkpoint_manager": {"save_checkpoint": nothing, "load_checkpoint": nothing},
+        "nanochat.loss_eval": {"evaluate_bpb": evaluate},
+        "nanochat.engine": {"Engine": nothing},
+        "scripts.base_eval": {"evaluate_core": nothing},
+    }
+    for name, contents in replaced.items():
+        sys.modules[name] = ModuleType(name)
+        vars(sys.modules[name]).update(contents)
+    os.environ["NANOCHAT_BASE_DIR"] = out_dir
+    return "scripts/base_train.py"
+
+
+main()
