@@ -77,16 +77,20 @@ def save(
     content: dict[str, Any],
     must_be_finite: Collection[str] | None = None,
     process: Process = ALONE,
+    placed: Callable[[], None] = lambda: None,
 ) -> None:
     """Write `content` to `path`. A crash or a full disk at any point leaves the old file intact; so
     does a disk that returns other bytes.
 
     torch.save writes the file without the tensors' data. Threads of all processes then write the
     data, with fsdp every process its own rows, so none gathers them, and compare what the disk
-    returns with the checksums of what they wrote.
+    returns with the checksums of what they wrote. Reading takes as long as writing, and who sent a
+    signal may not wait so long (torchrun waits 30 s): the file takes its place before, and the old
+    one stays beside it, as `path`.kept, until the new one has been compared.
 
     must_be_finite: names of weights, by default those of all parameters of a model.
     process: with several, all of them must call it.
+    placed: called on the first process when the file has taken its place.
 
     Raises UserError for weights that are not finite: they replace no good ones.
     """
@@ -132,9 +136,22 @@ def save(
                 raise
             whole = distributed.gather_full(content)  # it can be written from its beginning only
             on_first(lambda: write_whole(temporary, whole))
-        check = partial(check_sums, temporary, process.rank, process.world_size)
-        distributed.all_or_none(process, check)
-        on_first(lambda: put_in_place(temporary, path))
+        in_place = on_first(lambda: keep_beside(path))
+        if in_place:
+            on_first(lambda: (put_in_place(temporary, path), placed()))
+        check = partial(
+            check_sums, path if in_place else temporary, process.rank, process.world_size
+        )
+        try:
+            distributed.all_or_none(process, check)
+        except BaseException:
+            if in_place and process.master:
+                take_back(path)
+            raise
+        if not in_place:
+            on_first(lambda: (put_in_place(temporary, path), placed()))
+        elif process.master:
+            kept(path).unlink(missing_ok=True)
     except OSError as error:
         if error.errno and not error.filename:
             error.filename = str(path)  # the system's error about a full disk names no file
@@ -142,6 +159,30 @@ def save(
     finally:
         if process.master:
             temporary.unlink(missing_ok=True)
+
+
+def kept(path: Path) -> Path:
+    """Where the last good file stays until the one in its place has been verified."""
+    return path.with_name(f"{path.name}.kept")
+
+
+def keep_beside(path: Path) -> bool:
+    """Keep `path` beside itself, if there is one; whether that can be done here."""
+    try:
+        kept(path).unlink(missing_ok=True)
+        if path.exists():
+            os.link(path, kept(path), follow_symlinks=False)
+    except OSError:  # no hard links
+        return False
+    return True
+
+
+def take_back(path: Path) -> None:
+    """Put the last good file, if there is one, in its place again."""
+    if kept(path).exists():
+        os.replace(kept(path), path)
+    else:
+        path.unlink()
 
 
 def write_whole(path: Path, content: dict[str, Any]) -> None:
@@ -298,16 +339,17 @@ def try_save(
     if not together:
         content = distributed.gather_full(content)
 
-    def write(path: Path) -> None:
+    def say_so() -> None:
+        size, seconds = path.stat().st_size / 1e6, time.perf_counter() - began
+        say(f"saved {path}: {size:,.1f} MB in {seconds:.1f} s")
+
+    def write(path: Path, placed: Callable[[], None] = lambda: None) -> None:
         if together or process.master:
-            save(path, content, names, process if together else ALONE)
+            save(path, content, names, process if together else ALONE, placed)
 
     failed = False
     try:
-        write(path)
-        if process.master:
-            size, seconds = path.stat().st_size / 1e6, time.perf_counter() - began
-            say(f"saved {path}: {size:,.1f} MB in {seconds:.1f} s")
+        write(path, say_so)
     except Exception as error:
         kept = ", the last good one is kept" if path.is_file() else ""
         say(f"warning: {path} was not saved{kept}: {what_failed(error)}")
