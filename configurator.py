@@ -18,7 +18,6 @@ import ast
 import builtins
 import difflib
 import functools
-import io
 import math
 import os
 import re
@@ -26,6 +25,7 @@ import signal
 import sys
 import tokenize
 import types
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -97,17 +97,16 @@ def read_settings(script: str | Path) -> dict[str, Setting]:
     annotation such as `batch_size: int | str = 12` allows several types.
     """
     source = Path(script).read_text(encoding="utf-8")
+    statements = list(takewhile(lambda node: not calls_configure(node), ast.parse(source).body))
     comments, headings = {}, {}
-    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+    lines = source.splitlines(keepends=True)[: statements[-1].end_lineno if statements else 0]
+    for token in tokenize.generate_tokens(iter(lines).__next__):
         if token.type == tokenize.COMMENT:
             alone = token.line.strip() == token.string
             (headings if alone else comments)[token.start[0]] = token.string.lstrip("# ")
 
     settings, section = {}, ""
-    for node in ast.parse(source).body:
-        called = getattr(getattr(node, "value", None), "func", None)
-        if getattr(called, "id", "") == "configure":
-            break
+    for node in statements:
         if isinstance(node, ast.Assign):
             target, annotation = node.targets[0], None
         elif isinstance(node, ast.AnnAssign):
@@ -134,6 +133,11 @@ def read_settings(script: str | Path) -> dict[str, Setting]:
             target.id, default, types, comments.get(node.end_lineno, ""), section
         )
     return settings
+
+
+def calls_configure(node: ast.stmt) -> bool:
+    called = getattr(getattr(node, "value", None), "func", None)
+    return getattr(called, "id", "") == "configure"
 
 
 def configure(

@@ -101,13 +101,14 @@ def save(
     if distributed.gather_objects(process, finite).count(False):
         raise UserError("its weights are not finite")
     records: dict[tuple, tuple[Tensor, Tensor]] = {}  # a tensor, and one in its place, without data
+    without_data = FakeTensorMode()
 
     def emptied(value: Any) -> Any:
         if not isinstance(value, Tensor):
             return value
         local = distributed.local_shards([value])[0]
         key = local.data_ptr() or id(value), value.shape, local.stride(), value.dtype  # tied: once
-        with FakeTensorMode():
+        with without_data:
             return records.setdefault(key, (value, torch.empty(value.shape, dtype=value.dtype)))[1]
 
     empty = tree_map(emptied, content)

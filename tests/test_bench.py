@@ -13,20 +13,15 @@ from conftest import TINY, wait_until
 from steady.dataloader import DataLoader, DataSet, eval_batches
 
 
-def test_bench_times_the_real_training_step(fork):
-    process = fork("bench.py", *TINY, "--vocab_size=64", "--steps=3", "--warmup_steps=2")
-    shown = process.stdout.read()
-    assert process.wait() == 0, shown
-    values = dict(re.findall(r"^(tokens/s|ms per step|spread) +([\d.,]+)", shown, re.MULTILINE))
-    tokens_per_s = float(values["tokens/s"].replace(",", ""))
-    assert 0.5 < tokens_per_s * float(values["ms per step"]) / 1e3 / (4 * 16) < 2
-
-
-def test_bench_takes_the_vocabulary_of_the_data_set(fork, sums):
-    process = fork("bench.py", *TINY, f"--dataset={sums}", "--steps=1", "--warmup_steps=1")
+def test_bench_times_the_real_training_step_with_the_data_sets_vocabulary(fork, sums):
+    arguments = [*TINY, f"--dataset={sums}", "--steps=3", "--warmup_steps=2"]
+    process = fork("bench.py", *arguments)
     shown = process.stdout.read()
     assert process.wait() == 0, shown
     assert "vocabulary 13 (64 with padding)" in shown
+    values = dict(re.findall(r"^(tokens/s|ms per step|spread) +([\d.,]+)", shown, re.MULTILINE))
+    tokens_per_s = float(values["tokens/s"].replace(",", ""))
+    assert 0.5 < tokens_per_s * float(values["ms per step"]) / 1e3 / (4 * 16) < 2
 
 
 def test_bench_passes_on_what_train_says_when_it_fails(fork):

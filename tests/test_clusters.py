@@ -162,13 +162,6 @@ wandb_run_name = "ft-" + str(time.time_ns())
 """
 
 
-def torchrun(arguments, *flags, **options):
-    return subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", *flags, *arguments],
-        cwd=ROOT, capture_output=True, text=True, timeout=120, **options,
-    )  # fmt: skip
-
-
 def test_f73_several_commands_under_one_torchrun_have_names_of_their_own(monkeypatch):
     store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     for name, value in (("TORCHELASTIC_USE_AGENT_STORE", "True"), ("MASTER_ADDR", "127.0.0.1"),
@@ -181,7 +174,7 @@ def test_f73_several_commands_under_one_torchrun_have_names_of_their_own(monkeyp
     assert found == ["a", "b", "a"]
 
 
-def test_f73_a_clock_in_a_config_is_the_first_processs_and_of_the_first_start(sums, tmp_path):
+def test_f73_a_clock_in_a_config_is_the_first_processs_and_of_the_first_start(fork, sums, tmp_path):
     """One of two processes is killed once: the restarted launch goes on in the first folder."""
     out = tmp_path / "runs"
     (tmp_path / "clock.py").write_text(CLOCK.format(out=str(out)))
@@ -201,16 +194,17 @@ def test_f73_a_clock_in_a_config_is_the_first_processs_and_of_the_first_start(su
         f"path = {str(ROOT / 'train.py')!r}\n"
         "exec(compile(open(path).read(), path, 'exec'), globals() | {'__file__': path})\n"
     )
-    done = torchrun(
-        [str(tmp_path / "train.py"), str(tmp_path / "clock.py"), *TINY, f"--dataset={sums}",
-         "--max_iters=10", "--eval_interval=2", "--gradient_accumulation_steps=2"],
-        "--nproc_per_node=2", "--max_restarts=1",
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert len(list(out.iterdir())) == 1, done.stdout
+    command = ["--standalone", "--nproc_per_node=2", "--max_restarts=1",
+               str(tmp_path / "train.py"), str(tmp_path / "clock.py"), *TINY, f"--dataset={sums}",
+               "--max_iters=10", "--eval_interval=2",
+               "--gradient_accumulation_steps=2"]  # fmt: skip
+    process = fork("", code=f"from torch.distributed.run import main; main({command!r})")
+    shown = process.stdout.read()
+    assert process.wait(60) == 0, shown[-2000:]
+    assert len(list(out.iterdir())) == 1, shown
     (run,) = out.iterdir()
     assert checkpoint.load(run / "ckpt.pt")["iter_num"] == 10
-    assert f"going on from {run / 'ckpt.pt'} at iteration" in done.stdout
+    assert f"going on from {run / 'ckpt.pt'} at iteration" in shown
 
 
 # ---- F74: shared folders ------------------------------------------------------------------------

@@ -216,7 +216,7 @@ def test_training_in_float8_follows_bfloat16(kind):
     assert fp8 != bfloat16
 
 
-@pytest.mark.parametrize("kind", ["none", "selective", "block"])
+@pytest.mark.parametrize("kind", ["none", "selective"])
 def test_f55_no_conversion_is_used_both_as_it_is_and_transposed(kind):
     """Not in what torch's compiler is given: which of it shares a kernel, only a GPU shows."""
     from functorch.compile import min_cut_rematerialization_partition
