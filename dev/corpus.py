@@ -27,7 +27,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urljoin
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
 import steady
 
 steady.start_script()
@@ -41,7 +42,10 @@ from steady.tokenizer import load_tokenizer
 
 out = "data/manuals"  # folder of the data set
 cache = "data/manuals/packages"  # folder that the packages are kept in
+listed = "dev/corpus.txt"  # file that lists them
+tokenizer = "gpt2"  # gpt2, byte, hf:PATH_OR_HUB_ID
 
+CRC32 = {"train": 1349654367, "val": 2403437595}  # of the files that come of dev/corpus.txt
 INDEX_TYPE = "application/vnd.pypi.simple.v1+json"  # PEP 691
 REPEATS = 2  # of a line
 LONG = 40  # characters of a line or paragraph that is looked at for repeats
@@ -56,7 +60,7 @@ TAG = re.compile(r"<[^<>]{1,400}>")
 
 
 class Package(NamedTuple):
-    """A line of dev/corpus.txt: what is taken of a file, by PATTERN=KIND."""
+    """A line of the list: what is taken of a file, by PATTERN=KIND, the first that fits."""
 
     split: str
     name: str
@@ -66,7 +70,7 @@ class Package(NamedTuple):
 
 
 def packages() -> list[Package]:
-    lines = Path(__file__).with_suffix(".txt").read_text(encoding="utf-8").splitlines()
+    lines = (ROOT / listed).read_text(encoding="utf-8").splitlines()
     found = []
     for line in lines:
         if line and not line.startswith("#"):
@@ -77,7 +81,7 @@ def packages() -> list[Package]:
 
 def download(package: Package, index: str) -> Path:
     """The package's file, with the right checksum, from the cache or the index."""
-    path = Path(cache) / package.file
+    path = ROOT / cache / package.file
     if not path.exists() or hashlib.sha256(path.read_bytes()).hexdigest() != package.sha256:
         page = urllib.request.Request(f"{index}/{package.name}/", headers={"Accept": INDEX_TYPE})
         try:
@@ -91,7 +95,7 @@ def download(package: Package, index: str) -> Path:
         except OSError as error:
             raise UserError(f"{package.file} cannot be had from {index}: {error}") from None
         if hashlib.sha256(content).hexdigest() != package.sha256:
-            raise UserError(f"{package.file} does not have the checksum in dev/corpus.txt")
+            raise UserError(f"{package.file} does not have the checksum in {listed}")
         path.parent.mkdir(parents=True, exist_ok=True)
         path.with_suffix(".tmp").write_bytes(content)
         path.with_suffix(".tmp").rename(path)
@@ -183,7 +187,7 @@ def with_tabs(line: str) -> str:
 def documents(split: str) -> Iterator[str]:
     """The texts of a split's packages, one for each file."""
     for package in (p for p in packages() if p.split == split):
-        for name, content in members(Path(cache) / package.file):
+        for name, content in members(ROOT / cache / package.file):
             kind = next((k for p, k in package.kinds.items() if fnmatch.fnmatchcase(name, p)), None)
             if kind in (None, "skip") or SKIPPED.search(name):
                 continue
@@ -204,4 +208,8 @@ seen_paragraphs: Counter[bytes] = Counter()
 index = package_index()
 for package in tqdm(packages(), "downloading", unit="package"):
     download(package, index)
-write_dataset(out, load_tokenizer("gpt2"), {split: documents(split) for split in ("train", "val")})
+splits = {split: documents(split) for split in ("train", "val")}
+write_dataset(ROOT / out, load_tokenizer(tokenizer), splits)
+found = json.loads((ROOT / out / "meta.json").read_text(encoding="utf-8"))["crc32"]
+if (listed, tokenizer) == ("dev/corpus.txt", "gpt2") and found != CRC32:
+    raise UserError(f"{out} is not what docs/results.md was measured on: {found}, not {CRC32}")
