@@ -39,7 +39,6 @@ from steady.distributed import ALONE, Process
 from steady.folder import (
     CANNOT,
     FILES,
-    forget_cached,
     hold_lock,
     last_archived,
     put_in_place,
@@ -189,9 +188,7 @@ def take_back(path: Path) -> None:
 def write_whole(path: Path, content: dict[str, Any]) -> None:
     with open(path, "wb") as file:
         torch.save(content, file)
-        file.flush()
-        to_disk(file.fileno())
-        forget_cached(file.fileno())
+        to_disk(file)
 
 
 def write_parts(
@@ -239,9 +236,7 @@ def write_sums(path: Path, sums: list[list[tuple[int, int]]]) -> None:
                 file.seek(directory + 16)
                 file.write(total.to_bytes(4, "little"))
             directory += 46 + name_length + extra + comment
-        file.flush()
-        to_disk(file.fileno())
-        forget_cached(file.fileno())
+        to_disk(file)
 
 
 def joined_crc(first: int, second: int, n_bytes: int) -> int:

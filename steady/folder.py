@@ -191,8 +191,7 @@ def whole_file(path: Path) -> Iterator[BinaryIO]:
     try:
         with open(temporary, "wb") as file:
             yield file
-            file.flush()
-            to_disk(file.fileno())
+            to_disk(file)
         put_in_place(temporary, path)
     except BaseException as error:
         temporary.unlink(missing_ok=True)
@@ -213,20 +212,18 @@ def put_in_place(temporary: Path, path: Path) -> None:
                 os.close(folder)
 
 
-def to_disk(number: int) -> None:
-    """fsync, where the file system can do that."""
+def to_disk(file: BinaryIO) -> None:
+    """Bring what was written to the disk, where the file system can do that, and let the next
+    reader read the disk, not what the system has cached of it."""
+    file.flush()
     try:
-        os.fsync(number)
+        os.fsync(file.fileno())
     except OSError as error:
         if error.errno not in CANNOT:
             raise
-
-
-def forget_cached(number: int) -> None:
-    """Let the next reader of a file read the disk, not what the system has cached of it."""
     if hasattr(os, "posix_fadvise"):
         with contextlib.suppress(OSError):  # only a hint
-            os.posix_fadvise(number, 0, 0, os.POSIX_FADV_DONTNEED)
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def beginning_crc(path: str | Path) -> int:

@@ -175,8 +175,7 @@ def complete(
         }  # fmt: skip
         files["meta.json"].write(json.dumps(meta, indent=1).encode() + b"\n")
         for file in files.values():
-            file.flush()
-            to_disk(file.fileno())
+            to_disk(file)
     for name in ("tokenizer.json", "tokenizer_config.json") if stale else ():
         (folder / name).unlink(missing_ok=True)
     for split in SPLITS:
@@ -556,8 +555,7 @@ def make_shard(job: tuple) -> None:
             write(shard, work)
             found = {s: (paths[s].name, w.counts()) for s, w in shard.writers.items()}
             for file in files.values():
-                file.flush()
-                to_disk(file.fileno())
+                to_disk(file)
     except BaseException as error:
         for path in paths.values():
             path.unlink(missing_ok=True)
