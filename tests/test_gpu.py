@@ -676,11 +676,11 @@ def several(request, data, tmp_path_factory):
 
     wanted = selected(request, "cell")
     slowest_first = [cell for cell in SEVERAL[::-1] if cell in wanted]
-    # two cells share a pair: while one is compiled, the other exchanges
+    # four cells share a pair: while some are compiled, the others exchange
     numbers = map(str, range(torch.cuda.device_count()))
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(numbers)).split(",")
     pairs = queue.SimpleQueue()
-    for pair in 2 * list(zip(visible[::2], visible[1::2], strict=False)):
+    for pair in 4 * list(zip(visible[::2], visible[1::2], strict=False)):
         pairs.put(",".join(pair))
     with ThreadPoolExecutor(pairs.qsize()) as pool:
         return dict(zip(slowest_first, pool.map(run, slowest_first), strict=True))
