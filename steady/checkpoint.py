@@ -76,20 +76,19 @@ def save(
     content: dict[str, Any],
     must_be_finite: Collection[str] | None = None,
     process: Process = ALONE,
-    placed: Callable[[], None] = lambda: None,
+    read_back: bool = True,
 ) -> None:
     """Write `content` to `path`. A crash or a full disk at any point leaves the old file intact; so
     does a disk that returns other bytes.
 
     torch.save writes the file without the tensors' data. Threads of all processes then write the
     data, with fsdp every process its own rows, so none gathers them, and compare what the disk
-    returns with the checksums of what they wrote. Reading takes as long as writing, and who sent a
-    signal may not wait so long (torchrun waits 30 s): the file takes its place before, and the old
-    one stays beside it, as `path`.kept, until the new one has been compared.
+    returns with the checksums of what they wrote.
 
     must_be_finite: names of weights, by default those of all parameters of a model.
     process: with several, all of them must call it.
-    placed: called on the first process when the file has taken its place.
+    read_back: False saves half of the time, for a process that may be killed in 30 s (torchrun's
+    patience after SIGTERM): what the disk returns is then compared when the file is loaded.
 
     Raises UserError for weights that are not finite: they replace no good ones.
     """
@@ -136,22 +135,10 @@ def save(
                 raise
             whole = distributed.gather_full(content)  # it can be written from its beginning only
             on_first(lambda: write_whole(temporary, whole))
-        in_place = on_first(lambda: keep_beside(path))
-        if in_place:
-            on_first(lambda: (put_in_place(temporary, path), placed()))
-        check = partial(
-            check_sums, path if in_place else temporary, process.rank, process.world_size
-        )
-        try:
+        if read_back:
+            check = partial(check_sums, temporary, process.rank, process.world_size)
             distributed.all_or_none(process, check)
-        except BaseException:
-            if in_place and process.master:
-                take_back(path)
-            raise
-        if not in_place:
-            on_first(lambda: (put_in_place(temporary, path), placed()))
-        elif process.master:
-            kept(path).unlink(missing_ok=True)
+        on_first(lambda: put_in_place(temporary, path))
     except OSError as error:
         if error.errno and not error.filename:
             error.filename = str(path)  # the system's error about a full disk names no file
@@ -159,30 +146,6 @@ def save(
     finally:
         if process.master:
             temporary.unlink(missing_ok=True)
-
-
-def kept(path: Path) -> Path:
-    """Where the last good file stays until the one in its place has been verified."""
-    return path.with_name(f"{path.name}.kept")
-
-
-def keep_beside(path: Path) -> bool:
-    """Keep `path` beside itself, if there is one; whether that can be done here."""
-    try:
-        kept(path).unlink(missing_ok=True)
-        if path.exists():
-            os.link(path, kept(path), follow_symlinks=False)
-    except OSError:  # no hard links
-        return False
-    return True
-
-
-def take_back(path: Path) -> None:
-    """Put the last good file, if there is one, in its place again."""
-    if kept(path).exists():
-        os.replace(kept(path), path)
-    else:
-        path.unlink()
 
 
 def write_whole(path: Path, content: dict[str, Any]) -> None:
@@ -320,6 +283,7 @@ def try_save(
     say: Callable[[str], None],
     last: bool = False,
     overwrite: bool = True,
+    read_back: bool = True,
 ) -> bool:
     """`save` what all processes hold together; every one of them must call it.
 
@@ -335,17 +299,16 @@ def try_save(
     if not together:
         content = distributed.gather_full(content)
 
-    def say_so() -> None:
-        size, seconds = path.stat().st_size / 1e6, time.perf_counter() - began
-        say(f"saved {path}: {size:,.1f} MB in {seconds:.1f} s")
-
-    def write(path: Path, placed: Callable[[], None] = lambda: None) -> None:
+    def write(path: Path) -> None:
         if together or process.master:
-            save(path, content, names, process if together else ALONE, placed)
+            save(path, content, names, process if together else ALONE, read_back)
 
     failed = False
     try:
-        write(path, say_so)
+        write(path)
+        if process.master:
+            size, seconds = path.stat().st_size / 1e6, time.perf_counter() - began
+            say(f"saved {path}: {size:,.1f} MB in {seconds:.1f} s")
     except Exception as error:
         kept = ", the last good one is kept" if path.is_file() else ""
         say(f"warning: {path} was not saved{kept}: {what_failed(error)}")

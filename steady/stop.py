@@ -112,8 +112,9 @@ class Saving:
             state = self.state()
             # every process asks the first one's file: another machine may not have it
             other = self.process.master and checkpoint.iteration_of(self.path) != state["iter_num"]
+            stopped_early = state["iter_num"] < state["config"]["max_iters"]  # by a signal
             if any_process(other) and not checkpoint.try_save(
-                self.path, state, self.process, self.say, last=True
+                self.path, state, self.process, self.say, last=True, read_back=not stopped_early
             ):
                 stop(self.process)
                 raise SystemExit(

@@ -15,6 +15,7 @@ from conftest import TINY
 
 from steady import checkpoint, distributed
 from steady.distributed import Process
+from steady.stop import Saving
 
 
 def test_a_full_disk_is_named_where_torch_names_a_position():
@@ -212,48 +213,36 @@ def test_f46_a_flipped_bit_is_refused_or_changes_nothing(tmp_path):
     assert naive > 10  # what torch.load gives back without a word
 
 
-@pytest.mark.parametrize("links", [True, False])
-@pytest.mark.parametrize("earlier", [True, False])
-def test_f46_a_disk_that_gives_back_something_else_keeps_the_old_checkpoint(
-    tmp_path, monkeypatch, links, earlier
-):
+def test_f46_a_disk_that_gives_back_something_else_keeps_the_old_checkpoint(tmp_path, monkeypatch):
     path, sync = tmp_path / "ckpt.pt", os.fsync
-    if earlier:
-        checkpoint.save(path, {"iter_num": 1})
+    checkpoint.save(path, {"iter_num": 1})
 
     def turn_a_bit(descriptor):
         sync(descriptor)
-        for written in tmp_path.glob("*.tmp"):
-            written.write_bytes(flipped(written, 8 * 80).read_bytes())
-            (tmp_path / "flipped.pt").unlink()
+        (written,) = tmp_path.glob("*.tmp")
+        written.write_bytes(flipped(written, 8 * 80).read_bytes())
+        (tmp_path / "flipped.pt").unlink()
 
     monkeypatch.setattr("steady.folder.os.fsync", turn_a_bit)
-    if not links:
-        monkeypatch.setattr(os, "link", lambda *_, **__: os.listdir("/nowhere"))  # an OSError
     said = []
     assert not checkpoint.try_save(path, {"iter_num": 2}, Process(), said.append)
-    assert ("the last good one is kept" in said[-1]) is earlier and "checksum" in said[-1]
-    assert os.listdir(tmp_path) == ["ckpt.pt"] * earlier
-    assert not earlier or checkpoint.read(path)["iter_num"] == 1
+    assert "the last good one is kept" in said[0] and "checksum" in said[0]
+    assert os.listdir(tmp_path) == ["ckpt.pt"] and checkpoint.read(path)["iter_num"] == 1
 
 
-def test_f79_a_run_killed_while_it_verifies_has_saved(tmp_path, monkeypatch):
+@pytest.mark.parametrize(("reached", "read"), [(7, 0), (9, 1)])
+def test_f79_a_run_stopped_by_a_signal_saves_without_reading_back(
+    tmp_path, monkeypatch, reached, read
+):
     """Reading takes as long as writing: 30 s after SIGTERM torchrun kills."""
-    path, said = tmp_path / "ckpt.pt", []
-    checkpoint.save(path, {"iter_num": 1})
-
-    def killed(*_):
-        assert said and torch.load(path)["iter_num"] == 2
-        assert torch.load(tmp_path / "ckpt.pt.kept")["iter_num"] == 1
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(checkpoint, "check_sums", killed)
-        patch.setattr(checkpoint, "take_back", lambda _: None)  # a killed process does nothing
-        checkpoint.try_save(path, {"iter_num": 2}, Process(), said.append)
-    assert checkpoint.read(path)["iter_num"] == 2
-    checkpoint.save(path, {"iter_num": 3})
-    assert os.listdir(tmp_path) == ["ckpt.pt"]
+    calls, path = [], tmp_path / "ckpt.pt"
+    monkeypatch.setattr(checkpoint, "check_sums", lambda *_: calls.append(1))
+    state = {"iter_num": reached, "config": {"max_iters": 9}}
+    with Saving(path, lambda: state, Process(), True, "", print):
+        pass
+    assert len(calls) == read
+    monkeypatch.undo()
+    assert checkpoint.read(path)["iter_num"] == reached
 
 
 @pytest.mark.parametrize("same_name", [False, True])
