@@ -19,13 +19,20 @@ import re
 import subprocess
 import sys
 import tarfile
-import urllib.request
 import zipfile
 from collections import Counter
 from collections.abc import Iterator
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any, NamedTuple
-from urllib.parse import urljoin
+from urllib.parse import unquote, urljoin, urlsplit
+from urllib.request import (
+    HTTPBasicAuthHandler,
+    HTTPPasswordMgrWithPriorAuth,
+    OpenerDirector,
+    Request,
+    build_opener,
+)
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
@@ -37,16 +44,17 @@ from tqdm import tqdm
 
 from configurator import configure
 from steady import UserError
-from steady.prepare import write_dataset
+from steady.prepare import require_ours, write_dataset
 from steady.tokenizer import load_tokenizer
 
-out = "data/manuals"  # folder of the data set
-cache = "data/manuals/packages"  # folder that the packages are kept in
-listed = "dev/corpus.txt"  # file that lists them
+out = ""  # folder of the data set; default: data/manuals
+cache = ""  # folder that keeps the packages; default: packages in the data set's folder
+listed = ""  # file that lists the packages; default: dev/corpus.txt
 tokenizer = "gpt2"  # gpt2, byte, hf:PATH_OR_HUB_ID
 
 CRC32 = {"train": 1349654367, "val": 2403437595}  # of the files that come of dev/corpus.txt
 INDEX_TYPE = "application/vnd.pypi.simple.v1+json"  # PEP 691
+KINDS = ("text", "docstrings", "skip")  # and json:KEY,KEY
 REPEATS = 2  # of a line
 LONG = 40  # characters of a line or paragraph that is looked at for repeats
 SKIPPED = re.compile(  # tests, translations, copies of other packages, lists of files
@@ -70,50 +78,62 @@ class Package(NamedTuple):
 
 
 def packages() -> list[Package]:
-    lines = (ROOT / listed).read_text(encoding="utf-8").splitlines()
+    """Raises UserError for a line that is wrong."""
     found = []
-    for line in lines:
+    for line in packages_file.read_text(encoding="utf-8").splitlines():
         if line and not line.startswith("#"):
-            *fields, kinds = line.split(maxsplit=4)
-            found.append(Package(*fields, dict(kind.split("=", 1) for kind in kinds.split())))
+            fields = line.split()
+            kinds = dict(field.partition("=")[::2] for field in fields[4:])
+            kinds_are_known = all(k in KINDS or k.startswith("json:") for k in kinds.values())
+            if not kinds or not kinds_are_known or fields[0] not in ("train", "val"):
+                raise UserError(f"{packages_file}: {line!r} is not SPLIT PACKAGE FILE SHA256 KINDS")
+            found.append(Package(*fields[:4], kinds))
     return found
 
 
-def download(package: Package, index: str) -> Path:
-    """The package's file, with the right checksum, from the cache or the index."""
-    path = ROOT / cache / package.file
-    if not path.exists() or hashlib.sha256(path.read_bytes()).hexdigest() != package.sha256:
-        page = urllib.request.Request(f"{index}/{package.name}/", headers={"Accept": INDEX_TYPE})
-        try:
-            with urllib.request.urlopen(page, timeout=60) as answer:
-                base, files = answer.url, json.load(answer)["files"]
-            url = next((f["url"] for f in files if f["filename"] == package.file), None)
-            if url is None:
-                raise UserError(f"the package index has no {package.file} any more")
-            with urllib.request.urlopen(urljoin(base, url), timeout=600) as answer:
-                content = answer.read()
-        except OSError as error:
-            raise UserError(f"{package.file} cannot be had from {index}: {error}") from None
-        if hashlib.sha256(content).hexdigest() != package.sha256:
-            raise UserError(f"{package.file} does not have the checksum in {listed}")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.with_suffix(".tmp").write_bytes(content)
-        path.with_suffix(".tmp").rename(path)
-    return path
+def download(package: Package) -> None:
+    """Get the package's file into the cache, if it is not there with the right checksum."""
+    path = cache_folder / package.file
+    if path.exists() and hashlib.sha256(path.read_bytes()).hexdigest() == package.sha256:
+        return
+    try:
+        page = urljoin(index, f"{package.name}/")
+        with opener.open(Request(page, headers={"Accept": INDEX_TYPE}), timeout=60) as answer:
+            base, files = answer.url, json.load(answer)["files"]
+        url = next((f["url"] for f in files if f["filename"] == package.file), None)
+        if url is None:
+            raise UserError(f"the package index has no {package.file} any more")
+        with opener.open(urljoin(base, url), timeout=600) as answer:
+            content = answer.read()
+    except UserError:
+        raise
+    except (OSError, HTTPException, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{package.file} cannot be had from the package index: {error}") from None
+    if hashlib.sha256(content).hexdigest() != package.sha256:
+        raise UserError(f"{package.file} does not have the checksum in {packages_file}")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.with_suffix(".tmp").write_bytes(content)
+    path.with_suffix(".tmp").rename(path)
 
 
-def package_index() -> str:
-    """Where pip looks for packages on this machine."""
+def package_index() -> tuple[str, OpenerDirector]:
+    """Where pip looks for packages on this machine, and what opens its pages."""
     pip = [sys.executable, "-m", "pip", "config", "get", "global.index-url"]
-    index = (
+    url = (
         os.environ.get("PIP_INDEX_URL")
         or subprocess.run(pip, capture_output=True, text=True).stdout.strip()
     )
-    if not index:
+    if not url:
         from pip._internal.models.index import PyPI
 
-        index = PyPI.simple_url
-    return index.rstrip("/")
+        url = PyPI.simple_url
+    parts = urlsplit(url)
+    passwords = HTTPPasswordMgrWithPriorAuth()
+    if parts.username:
+        url = parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()
+        user, password = unquote(parts.username), unquote(parts.password or "")
+        passwords.add_password(None, url, user, password, is_authenticated=True)
+    return url.rstrip("/") + "/", build_opener(HTTPBasicAuthHandler(passwords))
 
 
 def members(path: Path) -> Iterator[tuple[str, bytes]]:
@@ -187,7 +207,7 @@ def with_tabs(line: str) -> str:
 def documents(split: str) -> Iterator[str]:
     """The texts of a split's packages, one for each file."""
     for package in (p for p in packages() if p.split == split):
-        for name, content in members(ROOT / cache / package.file):
+        for name, content in members(cache_folder / package.file):
             kind = next((k for p, k in package.kinds.items() if fnmatch.fnmatchcase(name, p)), None)
             if kind in (None, "skip") or SKIPPED.search(name):
                 continue
@@ -203,13 +223,17 @@ def documents(split: str) -> Iterator[str]:
 
 
 configure(globals(), positional="")
+folder = Path(out or ROOT / "data" / "manuals")
+cache_folder = Path(cache or folder / "packages")
+packages_file = Path(listed or Path(__file__).with_suffix(".txt"))
 seen_lines: Counter[bytes] = Counter()
 seen_paragraphs: Counter[bytes] = Counter()
-index = package_index()
-for package in tqdm(packages(), "downloading", unit="package"):
-    download(package, index)
-splits = {split: documents(split) for split in ("train", "val")}
-write_dataset(ROOT / out, load_tokenizer(tokenizer), splits)
-found = json.loads((ROOT / out / "meta.json").read_text(encoding="utf-8"))["crc32"]
-if (listed, tokenizer) == ("dev/corpus.txt", "gpt2") and found != CRC32:
-    raise UserError(f"{out} is not what docs/results.md was measured on: {found}, not {CRC32}")
+require_ours(folder)
+chosen, wanted = load_tokenizer(tokenizer), packages()
+index, opener = package_index()
+for package in tqdm(wanted, "downloading", unit="package"):
+    download(package)
+write_dataset(folder, chosen, {split: documents(split) for split in ("train", "val")})
+found = json.loads((folder / "meta.json").read_text(encoding="utf-8"))["crc32"]
+if not listed and tokenizer == "gpt2" and found != CRC32:
+    raise UserError(f"{folder} is not what docs/results.md was measured on: {found}, not {CRC32}")
