@@ -175,10 +175,16 @@ def losses(out: Path) -> list[float]:
     return [e["loss"] for e in read_metrics(out / "metrics.jsonl") if "loss" in e]
 
 
-def difference(out: Path, whole: Path) -> str:
-    """How a run that was interrupted has ended otherwise than the one that was left alone."""
+def difference(out: Path, whole: Path, may_lack: bool) -> str:
+    """How a run that was interrupted has ended otherwise than the one that was left alone.
+
+    may_lack: where one of several processes is killed, another may save a step whose line the first
+    one did not live to write.
+    """
     ours, theirs = (checkpoint.load(path / "ckpt.pt") for path in (out, whole))
-    if losses(out) != losses(whole):
+    found, expected = ({e["iter"]: e["loss"] for e in read_metrics(path / "metrics.jsonl")
+                        if "loss" in e} for path in (out, whole))  # fmt: skip
+    if found.items() - expected.items() or len(found) < len(expected) and not may_lack:
         return "another loss curve"
     if not same(ours["model"], theirs["model"]):
         return "other weights"
@@ -248,7 +254,7 @@ def interrupt(kind: str, data: Path, whole: Path, seconds: float, most: int) -> 
         if "stop" in kind and training and reached != len(losses(out)):
             return fail(kind, command, f"saved {reached} of {len(losses(out))}", folder)
     tried["runs compared with one left alone"] += 1
-    if found := difference(out, whole):
+    if found := difference(out, whole, may_lack=torchrun and "kill" in kind):
         fail(kind, command, found, folder)
     shutil.rmtree(folder)
 
@@ -578,7 +584,7 @@ class Trial:
             alone = one_more(self.data, self.whole)
             if "metrics.jsonl" in self.culprits:  # of which lines may be lost
                 shutil.copy(alone / "metrics.jsonl", self.out)
-            return difference(self.out, alone)
+            return difference(self.out, alone, may_lack=False)
         if not (self.out / "ckpt.pt").exists():
             return ""  # another out_dir, or eval_only
         config = checkpoint.load(self.out / "ckpt.pt")["config"]

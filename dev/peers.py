@@ -21,6 +21,7 @@ folder for temporary files: TMPDIR=/dev/shm keeps them in memory.
 import contextlib
 import json
 import lzma
+import math
 import os
 import queue
 import shutil
@@ -78,7 +79,10 @@ DATA, OUT_DIR, SEED = "{data}", "{out_dir}", "{seed}"  # in commands, until a ru
 def number(text: str) -> float:
     """65k, 67.1M, 1.2e-3."""
     factor = FACTORS.get(text[-1:], 1)
-    return float(text[:-1] if factor > 1 else text) * factor
+    value = float(text[:-1] if factor > 1 else text) * factor
+    if not 0 < value < math.inf:
+        raise ValueError
+    return value
 
 
 def numbers_of(recipe: str, flag: str, form: str) -> list[float]:
@@ -147,10 +151,11 @@ def our_job(recipe: str) -> dict[str, Any]:
 def command_of(job: dict[str, Any]) -> list[str]:
     """The command of a run, but for its seed and folders; adds what the table needs to `job`."""
     if job["kind"] != "ours":
-        checkout = Path({"nanogpt": nanogpt, "nanochat": nanochat}[job["kind"]])
-        if not (checkout / SCRIPTS[job["kind"]]).exists():
+        given = {"nanogpt": nanogpt, "nanochat": nanochat}[job["kind"]]
+        checkout = Path(given)
+        if not given or not (checkout / SCRIPTS[job["kind"]]).exists():
             raise UserError(
-                f"--{job['kind']}={checkout} is no checkout of it: no {SCRIPTS[job['kind']]}"
+                f"--{job['kind']}={given} is no checkout of it: no {SCRIPTS[job['kind']]}"
             )
         job["commit"] = commit_of(checkout)
         command = [sys.executable, str(ROOT / "dev/run_peer.py"), job["kind"]]
@@ -191,20 +196,23 @@ def run(job: dict[str, Any], command: list[str], seed: str, folder: Path) -> Non
     """Train once and add the run's line to --out; a failure is noted, and the others go on."""
     gpu = free_gpus.get()
     try:
-        with tempfile.TemporaryDirectory() as out_dir:
+        with tempfile.TemporaryDirectory() as own, open(Path(own, "log.txt"), "w+b") as log:
+            out_dir = str(Path(own, "out"))
+            Path(out_dir).mkdir()
             for name, value in ((DATA, str(folder)), (OUT_DIR, out_dir), (SEED, seed)):
                 command = [part.replace(name, value) for part in command]
             metrics, began = Path(out_dir) / "metrics.jsonl", time.monotonic()
             process = subprocess.Popen(
                 command, env=os.environ | ({"CUDA_VISIBLE_DEVICES": gpu} if gpus > 1 else {}),
-                stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-                encoding="utf-8", errors="replace",
+                stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
             )  # fmt: skip
             running.append(process)
             while process.poll() is None and not any("loss" in e for e in read_metrics(metrics)):
                 time.sleep(0.1)
             first_step = time.monotonic() - began
-            shown = process.communicate()[0]
+            process.wait()
+            log.seek(0)
+            shown = log.read().decode("utf-8", errors="replace")
             entries = read_metrics(metrics)
     finally:
         free_gpus.put(gpu)
@@ -213,6 +221,8 @@ def run(job: dict[str, Any], command: list[str], seed: str, folder: Path) -> Non
         failure = "\n".join([job["recipe"], *shown.splitlines()[-20:]])
     elif len(evaluations) < 2:
         failure = f"{job['recipe']}: evaluated {len(evaluations)} times, too few for a curve"
+    elif not math.isfinite(evaluations[-1]["val_loss"]):
+        failure = f"{job['recipe']}: the loss is {evaluations[-1]['val_loss']}"
     if failure:
         failures.append(failure)
         print(f"{job['recipe']}, seed {seed}: failed", flush=True)
@@ -227,6 +237,7 @@ def run(job: dict[str, Any], command: list[str], seed: str, folder: Path) -> Non
     memory = [e["memory_gib"] for e in entries if e.get("memory_gib")]
     line = job | {
         "size": size, "data": Path(data).resolve().name, "seed": int(seed),
+        "windows": [eval_windows, block_size],
         "first_step_s": round(first_step, 1), "memory_gib": max(memory, default=None),
         "device": torch.cuda.get_device_name() if cuda else "cpu", "torch": torch.__version__,
         "tokens_per_step": tokens[1], "curve": curve,
@@ -260,8 +271,9 @@ def print_table(runs: list[dict[str, Any]]) -> None:
         best = min(final, key=lambda recipe: statistics.mean(final[recipe]))
         bars[best] = {r["seed"]: r["curve"][-1] for r in runs if r["recipe"] == best}
     print(f"\n{runs[0]['size']} on {runs[0]['data']}, {runs[0]['device']}\n")
-    heads = ["recipe", "seed", "tokens a step", "tokens", "tokens/s", "GiB", "first step, s",
-             "steps' time, s", "val loss", *(f"seconds to {best}" for best in bars)]  # fmt: skip
+    heads = ["recipe", "seed", "tokens a step", "tokens", "tokens/s", "memory, GiB",
+             "first step, s", "steps' time, s", "val loss",
+             *(f"seconds to the last loss of {best}" for best in bars)]  # fmt: skip
     print("| " + " | ".join(heads) + " |\n" + "|---" * len(heads) + "|")
     ratios: dict[tuple[str, str], list[float]] = {}
     for r in runs:
@@ -284,10 +296,21 @@ def print_table(runs: list[dict[str, Any]]) -> None:
         print(f"\n{recipe}: {shown} of the time of {best}")
 
 
+if eval_interval < 1 or eval_windows < 1 or eval_windows % micro_batch:
+    raise UserError(
+        f"eval_windows={eval_windows} must be a multiple of micro_batch={micro_batch}, and "
+        f"eval_interval={eval_interval} at least 1"
+    )
+if not all(seed.strip().isdecimal() for seed in seeds.split(",")):
+    raise UserError(f"--seeds={seeds} must be whole numbers with commas between")
 jobs = [nanogpt_job(recipe.strip()) for recipe in nanogpt_runs.split(",") if recipe.strip()]
 jobs += [nanochat_job(recipe.strip()) for recipe in nanochat_runs.split(",") if recipe.strip()]
 jobs += [our_job(recipe.strip()) for recipe in ours.split(";") if recipe.strip()]
 commands = [command_of(job) for job in jobs]  # all of them first: a wrong flag costs no time so
+if jobs:
+    if not (Path(data) / "val.bin").exists():
+        raise UserError(f"--data={data}: there is no data set (val.bin is missing)")
+    open(out, "a").close()  # an error now costs no run
 failures: list[str] = []
 running: list[subprocess.Popen[str]] = []
 on_signals(("SIGTERM", "SIGHUP"), signal.default_int_handler)  # as Ctrl-C
@@ -314,13 +337,15 @@ with tempfile.TemporaryDirectory() as temporary:
                 result.result()
         except BaseException:  # Ctrl-C, perhaps: what waits for its turn must not start now,
             pool.shutdown(wait=False, cancel_futures=True)
-            for process in running:  # and what runs must not go on
-                process.kill()
+            for process in running:  # and what runs must not go on, nor what it has started
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
             raise
 
-groups: dict[tuple[str, str, str], list[dict[str, Any]]] = {}
+groups: dict[tuple[str, ...], list[dict[str, Any]]] = {}
 for entry in read_json_lines(Path(out)):
-    groups.setdefault((entry["size"], entry["data"], entry["device"]), []).append(entry)
+    same = (str(entry.get(name)) for name in ("size", "data", "device", "windows"))
+    groups.setdefault(tuple(same), []).append(entry)
 for group in groups.values():
     print_table(group)
 if failures:

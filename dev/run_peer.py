@@ -11,6 +11,7 @@ import builtins
 import itertools
 import json
 import os
+import pickle
 import re
 import runpy
 import sys
@@ -37,6 +38,8 @@ EVALUATION = {
 
 
 def main() -> None:
+    if len(sys.argv) < 6:
+        raise SystemExit(__doc__)
     kind, checkout, data, out_dir, seed, *flags = sys.argv[1:]
     sys.path[:] = [checkout, *sys.path[2:], sys.path[0]]  # its model.py before ours
     options = dict(flag.removeprefix("--").split("=", 1) for flag in flags if "=" in flag)
@@ -45,7 +48,7 @@ def main() -> None:
     prepare = {"nanogpt": prepare_nanogpt, "nanochat": prepare_nanochat}[kind]
     script = prepare(DataSet(data), int(seed), options, out_dir)
     os.chdir(checkout)
-    sys.argv = [script, *flags]
+    sys.argv = [script, *(f"--{name}={value}" for name, value in options.items())]
     runpy.run_path(script, run_name="__main__")
 
 
@@ -83,7 +86,18 @@ def use_seed(seed: int) -> None:
 
 
 def prepare_nanogpt(data: DataSet, seed: int, options: dict[str, str], out_dir: str) -> str:
-    """Its get_batch asks torch.randint where windows begin."""
+    """Its get_batch asks torch.randint where windows begin. It takes the vocabulary from meta.pkl,
+    so it gets a folder with one, and with links to the tokens."""
+    if data.dtype != "uint16":
+        raise SystemExit(
+            f"nanoGPT reads tokens of 16 bits only, and {data.folder} has {data.dtype}"
+        )
+    folder = Path(out_dir, "data")
+    folder.mkdir()
+    (folder / "meta.pkl").write_bytes(pickle.dumps({"vocab_size": data.padded_vocab_size}))
+    for name in ("train.bin", "val.bin"):
+        (folder / name).symlink_to((data.folder / name).resolve())
+    options["dataset"] = str(folder)
     batch_size, windows = int(options["batch_size"]), int(options["eval_iters"])
     block_size = int(options["block_size"])
     train, val = data.open(block_size, data.padded_vocab_size)

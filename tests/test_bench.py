@@ -98,6 +98,7 @@ while step <= max_iters:
         estimate_loss()
         print(f"step {step}: train loss 9.0, val loss {3.05 - step / 10:.4f}")
         torch.save(seen, os.path.join(options["out_dir"], "ckpt.pt"))
+        print("x" * 200000)  # more than a pipe holds
     for _ in range(accumulation):
         seen.append(batch)
         batch = get_batch("train")
@@ -202,7 +203,7 @@ def test_a_comparison_that_is_ended_leaves_nothing_behind(fork, sums, tmp_path):
         "--ours=--max_iters=1000000; --max_iters=1000001",
         TMPDIR=str(tmp_path), code="import tempfile; tempfile.tempdir = None",
     )  # fmt: skip
-    (metrics,) = wait_until(lambda: list(tmp_path.glob("tmp*/metrics.jsonl")))
+    (metrics,) = wait_until(lambda: list(tmp_path.glob("tmp*/out/metrics.jsonl")))
     tasks = Path(f"/proc/{process.pid}/task").glob("*/children")
     (child,) = " ".join(task.read_text() for task in tasks).split()
     process.send_signal(signal.SIGTERM)
@@ -233,7 +234,7 @@ def test_peers_writes_no_curve_of_a_run_that_is_never_evaluated(run, sums, tmp_p
             "dev/peers.py", f"--data={sums}", *SMALL, f"--out={tmp_path}/runs.jsonl",
             "--ours=a: --max_iters=2 --eval_interval=0",
         )  # fmt: skip
-    assert not (tmp_path / "runs.jsonl").exists()
+    assert not (tmp_path / "runs.jsonl").read_text()
 
 
 def test_peers_refuses_wrong_flags_before_any_run(run):
@@ -242,6 +243,11 @@ def test_peers_refuses_wrong_flags_before_any_run(run):
         ("--ours=big: --batch_size=24", "eval_windows=512 must be a multiple of batch_size=24"),
         ("--nanogpt_runs=65k", "'65k' is not TOKENS_PER_STEP:LEARNING_RATE"),
         ("--nanochat_runs=65k:1M:3", "'65k:1M:3' is not TOKENS_PER_STEP:TOKENS, such as 65k"),
+        ("--nanogpt_runs=65k:nan:1M", "'65k:nan:1M' is not TOKENS_PER_STEP"),
+        ("--nanogpt_runs=65k:1e-3:1M", "--nanogpt= is no checkout of it: no train.py"),
+        ("--eval_windows=40", "eval_windows=40 must be a multiple of micro_batch=32"),
+        ("--seeds=1,x", "--seeds=1,x must be whole numbers"),
+        ("--ours=--max_iters=1", "there is no data set"),
         ("--nanochat_runs=65k:1M", "is no checkout of it: no scripts/base_train.py"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -266,7 +272,8 @@ def test_peers_interpolates_between_evaluations_and_takes_each_peers_best(run, t
     file = tmp_path / "runs.jsonl"
     file.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
     shown = run("dev/peers.py", f"--out={file}")
-    assert "| seconds to slow | seconds to d2 |" in shown and "to quick" not in shown
+    assert "| seconds to the last loss of slow | seconds to the last loss of d2 |" in shown
+    assert "of quick |" not in shown
     assert "| muon | 1 | 64 | 0.0M | 3 | 0.0 | 2.5 | 20.0 | 1.0000 | 15.0 | 20.0 |" in shown
     assert "| muon | 2 | 64 | 0.0M | 2 | 0.0 | 2.5 | 40.0 | 2.2000 | not reached |  |" in shown
     assert "muon: 0.150 of the time of slow" in shown
