@@ -221,9 +221,9 @@ class GPT(nn.Module):
 
     def init_weights(self) -> None:
         """Draw the matrices of linear layers and embeddings: normal, with GPT-2's standard
-        deviation of 0.02, and a smaller one for layers that add to the residual stream. Biases,
-        parameters of other kinds, and matrices that were set after their layer had been made keep
-        their values."""
+        deviation of 0.02, and a smaller one for layers named o_proj and down_proj, which add to the
+        residual stream. Biases, parameters of other kinds, and matrices that were set after their
+        layer had been made keep their values."""
         into_residual = 0.02 / math.sqrt(2 * self.config.n_layer)
         for name, layer in self.named_modules():
             if not isinstance(layer, nn.Linear | nn.Embedding):
@@ -263,7 +263,7 @@ class GPT(nn.Module):
 
         Args:
             tokens: (B, T) int64, T at most block_size.
-            targets: (B, T) int64; positions of -1 do not count.
+            targets: (B, T) int64; negative ones (-1, -100) do not count.
             cache: a KVCache (steady/generate.py) with the tokens before these; it takes these too.
 
         Returns the mean loss (scalar, float32), or logits (B, T, V); with a cache only the last

@@ -144,6 +144,7 @@ def compile_model(
         return model
     # TORCHDYNAMO_SUPPRESS_ERRORS would run what cannot be compiled without a message.
     torch._dynamo.config.suppress_errors = False
+    torch._dynamo.config.skip_nnmodule_hook_guards = False  # call hooks that are added later too
     torch._dynamo.config.recompile_limit = MAX_VERSIONS
     torch._dynamo.config.accumulated_recompile_limit = 2 * MAX_VERSIONS
     if sharded:  # without activation checkpointing, recompute what costs next to nothing

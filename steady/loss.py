@@ -17,7 +17,6 @@ from torch.nn import functional as F
 
 from steady.kernels import runs_kernels, tl, triton
 
-IGNORE = -1  # targets of this value do not count
 CHUNK_ELEMENTS = 2**28  # logits held at a time: 512 MiB in bfloat16
 
 
@@ -34,7 +33,8 @@ def linear_cross_entropy(
     chunk_elements: int = CHUNK_ELEMENTS,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """Mean of `cross_entropy(hidden @ weight.T + bias, targets)` over the targets that are not -1.
+    """Mean of `cross_entropy(hidden @ weight.T + bias, targets)` over targets from 0 on:
+    negative ones do not count.
 
     Args:
         hidden: (N, C). weight: (V, C). targets: (N,) int64.
@@ -77,11 +77,11 @@ def _accumulator(dtype: torch.dtype) -> torch.dtype:
 
 def _losses(log_probs: Tensor, targets: Tensor) -> Tensor:
     picked = log_probs.gather(1, targets.clamp(min=0)[:, None]).squeeze(1)
-    return torch.where(targets == IGNORE, 0.0, -picked)  # (chunk,)
+    return torch.where(targets < 0, 0.0, -picked)  # (chunk,)
 
 
 def _count(targets: Tensor) -> Tensor:
-    return (targets != IGNORE).sum().clamp(min=1)
+    return (targets >= 0).sum().clamp(min=1)
 
 
 def losses_and_gradient(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
@@ -93,27 +93,25 @@ def losses_and_gradient(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor
         losses = torch.empty(logits.shape[0], device=logits.device, dtype=torch.float32)
         block = min(8192, triton.next_power_of_2(logits.shape[1]))
         _cross_entropy_kernel[(logits.shape[0],)](
-            logits, targets, losses, logits.shape[1], IGNORE, BLOCK=block, num_warps=8
+            logits, targets, losses, logits.shape[1], BLOCK=block, num_warps=8
         )
         return losses, logits
     log_probs = _log_softmax(logits)
     losses, gradient = _losses(log_probs, targets), log_probs.exp_()  # in their place
     targets = targets[:, None]
     gradient.scatter_add_(1, targets.clamp(min=0), gradient.new_full(targets.shape, -1.0))
-    return losses, gradient.masked_fill_(targets == IGNORE, 0.0).to(logits.dtype)
+    return losses, gradient.masked_fill_(targets < 0, 0.0).to(logits.dtype)
 
 
 if triton is not None:
 
     @triton.jit
-    def _cross_entropy_kernel(
-        logits, targets, losses, vocab_size, IGNORE: tl.constexpr, BLOCK: tl.constexpr
-    ):
+    def _cross_entropy_kernel(logits, targets, losses, vocab_size, BLOCK: tl.constexpr):
         """One program per row: a pass for the log-sum-exp, a pass that overwrites the logits."""
         row = tl.program_id(0).to(tl.int64)
         logits += row * vocab_size
         target = tl.load(targets + row)
-        counts = target != IGNORE
+        counts = target >= 0
         picked = tl.load(logits + target, mask=counts, other=0.0).to(tl.float32)
         largest, total = -float("inf"), 0.0  # running maximum, and sum of exp(x - maximum)
         for start in range(0, vocab_size, BLOCK):

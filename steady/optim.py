@@ -221,7 +221,8 @@ def kind_of(optimizer: torch.optim.Optimizer) -> str:
 
 @torch.no_grad()
 def load_state(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
-    """Load a checkpoint's optimizer state; betas, weight decay and so on stay today's.
+    """Load a checkpoint's optimizer state; betas, weight decay and so on stay today's, but for
+    optimizers of others, whose load_state_dict takes all that was saved.
 
     Raises UserError if it is of another optimizer, or of other parameters.
     """
@@ -232,7 +233,8 @@ def load_state(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
     if was != now and (states or "kind" in saved):
         raise UserError(f"it was trained with optimizer={was}, not {now}: continue with that one")
     if not isinstance(optimizer, AdamW):
-        settings = optimizer.state_dict()["param_groups"]
+        # with what such an optimizer keeps in its groups (a step count, perhaps)
+        settings = saved.get("param_groups") or optimizer.state_dict()["param_groups"]
         optimizer.load_state_dict({"state": states, "param_groups": settings})
         return
     for i, parameter in enumerate(parameters):

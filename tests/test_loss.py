@@ -35,6 +35,16 @@ def test_f14_equals_full_logits_in_float64(chunk_elements, ignored):
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-14)
 
 
+@pytest.mark.parametrize("ignored", [-1, -100])  # -100: F.cross_entropy's own, and Hugging Face's
+def test_f89_negative_targets_do_not_count(ignored):
+    hidden, weight, targets = inputs(13, 4, 7, torch.float64, (0, 4, 12))
+    expected = loss_and_gradients(full, hidden, weight, targets)
+    targets = targets.masked_fill(targets < 0, ignored)
+    found = loss_and_gradients(linear_cross_entropy, hidden, weight, targets)
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-14)
+
+
 def test_gradcheck():
     hidden, weight, targets = inputs(5, 3, 7, torch.float64, (2,))
     assert torch.autograd.gradcheck(

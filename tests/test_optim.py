@@ -320,6 +320,16 @@ def test_f19_muon_takes_no_notice_of_a_gradient_that_is_not_finite(monkeypatch, 
     assert torch.equal(*(model.blocks[1].mlp.up_proj.weight for model in models))
 
 
+def test_f89_another_optimizers_groups_are_resumed():
+    """Some keep a count of steps or an estimated rate there."""
+    parameters = list(tiny().parameters())
+    optimizers = [torch.optim.SGD(parameters, lr=0.1, momentum=0.9) for _ in range(2)]
+    optimizers[0].param_groups[0]["k"] = 10
+    saved = checkpoint.as_saved({"optimizer": optimizers[0]})["optimizer"]
+    load_state(optimizers[1], saved)
+    assert optimizers[1].param_groups[0]["k"] == 10
+
+
 def test_muons_state_is_resumed_and_another_optimizers_is_refused():
     model = tiny()
     optimizer = muon_for(model)

@@ -15,7 +15,8 @@ import pytest
 import torch
 from conftest import ROOT, TINY, free_port
 
-from steady import checkpoint
+from model import GPT, GPTConfig
+from steady import checkpoint, compiling
 from steady.runlog import read_metrics
 
 SETTINGS = [*TINY, "--learning_rate=5e-3", "--dtype=float32", "--max_iters=3", "--n_kv_head=1"]
@@ -461,6 +462,17 @@ def test_two_processes_train_edits_as_one_does(sums, tmp_path):
     for name in names:
         both, alone = (losses(tmp_path / out / name) for out in ("both", "alone"))
         assert len(both) == 3 and both == pytest.approx(alone, abs=2e-4), name
+
+
+def test_f89_hooks_that_come_after_the_first_step_are_called(traced):
+    model = GPT(GPTConfig(block_size=8, vocab_size=64, n_layer=2, n_embd=32, n_head=2))
+    compiled = compiling.compile_model(model, compiling.Plan(None, "default", False))
+    tokens, called = torch.randint(64, (2, 8)), []
+    compiled(tokens, tokens).backward()
+    for layer in (model.blocks[0], model.blocks[1].mlp, model.final_norm):
+        layer.register_forward_hook(lambda layer, *_: called.append(layer))
+    compiled(tokens, tokens).backward()
+    assert called == [model.blocks[0], model.blocks[1].mlp, model.final_norm]
 
 
 # ---- errors of the student's own ---------------------------------------------------------------
