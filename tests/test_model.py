@@ -292,9 +292,22 @@ def test_f07_a_samples_cache_is_freed_when_it_is_drawn(monkeypatch):
     gc.disable()
     try:
         generate(model, tokens_for(model, length=3), 5)
-        assert len(caches) == 3 and not any(cache() is not None for cache in caches)
+        assert len(caches) == 2 * 3 and not any(cache() is not None for cache in caches)
     finally:
         gc.enable()
+
+
+@torch.no_grad()
+def test_f89_a_model_that_a_cache_does_not_serve_samples_without_one(monkeypatch, capsys):
+    """An edit of the attention that was made in model.py alone, such as ALiBi."""
+    model = tiny().eval()
+    monkeypatch.setattr(generation.LayerCache, "attend", lambda self, q, k, v: torch.zeros_like(q))
+    tokens = expected = tokens_for(model, length=3)
+    for _ in range(5):
+        new = model(expected[:, -model.config.block_size :])[:, -1].argmax(-1, keepdim=True)
+        expected = torch.cat((expected, new), dim=1)
+    assert torch.equal(generate(model, tokens, 5, temperature=0.0), expected)
+    assert "with a KV cache this model computes something else" in capsys.readouterr().err
 
 
 @torch.no_grad()
