@@ -211,7 +211,7 @@ def test_a_comparison_that_is_ended_leaves_nothing_behind(fork, sums, tmp_path):
     assert not Path(f"/proc/{child}").exists() and not metrics.exists()
 
 
-def test_peers_have_heads_as_wide_as_in_their_recipes(run, sums, monkeypatch, checkouts):
+def test_peers_have_heads_as_wide_as_in_their_recipes(run, sums, monkeypatch, tmp_path, checkouts):
     started = []
 
     class NotRun(subprocess.Popen):
@@ -222,7 +222,8 @@ def test_peers_have_heads_as_wide_as_in_their_recipes(run, sums, monkeypatch, ch
     monkeypatch.setattr(subprocess, "Popen", NotRun)
     for flags in ("--ours=config/train_gpt2_muon.py", "--nanogpt_runs=32k:6e-4:1M"):
         with pytest.raises(OSError, match="not run"):
-            run("dev/peers.py", f"--data={sums}", "--size=350m", flags, *checkouts)
+            run("dev/peers.py", f"--data={sums}", f"--out={tmp_path}/runs.jsonl", "--size=350m",
+                flags, *checkouts)  # fmt: skip
     heads = [flag for command in started for flag in command if flag.startswith("--n_head=")]
     assert heads == ["--n_head=8", "--n_head=16"]  # 1024 wide: of 128, as in its config, and of 64
 
