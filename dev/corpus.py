@@ -44,6 +44,7 @@ from tqdm import tqdm
 
 from configurator import configure
 from steady import UserError
+from steady.folder import whole_file
 from steady.prepare import require_ours, write_dataset
 from steady.tokenizer import load_tokenizer
 
@@ -112,8 +113,8 @@ def download(package: Package) -> None:
     if hashlib.sha256(content).hexdigest() != package.sha256:
         raise UserError(f"{package.file} does not have the checksum in {packages_file}")
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.with_suffix(".tmp").write_bytes(content)
-    path.with_suffix(".tmp").rename(path)
+    with whole_file(path) as file:
+        file.write(content)
 
 
 def package_index() -> tuple[str, OpenerDirector]:

@@ -10,6 +10,7 @@ functions that it imports to read data, save and look at samples are replaced be
 import builtins
 import itertools
 import json
+import math
 import os
 import pickle
 import re
@@ -20,11 +21,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import numpy as np
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from steady.dataloader import DataLoader, DataSet, eval_batches
+from steady.dataloader import DataLoader, DataSet, eval_batches, eval_starts
 from steady.distributed import Process
 
 STEP = {
@@ -58,7 +58,7 @@ def log_what_is_printed(kind: str, path: Path, options: dict[str, str]) -> None:
     tokens = int(options.get("total-batch-size", 0))
     if kind == "nanogpt":
         sizes = ("batch_size", "gradient_accumulation_steps", "block_size")
-        tokens = np.prod([int(options[name]) for name in sizes]).item()
+        tokens = math.prod(int(options[name]) for name in sizes)
 
     def show(*values: Any, **how: Any) -> None:
         real(*values, **how)
@@ -103,9 +103,7 @@ def prepare_nanogpt(data: DataSet, seed: int, options: dict[str, str], out_dir: 
     train, val = data.open(block_size, data.padded_vocab_size)
     accumulation = int(options["gradient_accumulation_steps"])
     loader = DataLoader(train, batch_size, accumulation, seed)
-    last = val.n_tokens - block_size - 1
-    evaluated = np.linspace(0, last, windows * batch_size).astype(np.int64)
-    evaluated = torch.from_numpy(evaluated).view(windows, batch_size)
+    evaluated = torch.from_numpy(eval_starts(val, windows * batch_size)).view(windows, batch_size)
     real, drawn, of_evaluation = torch.randint, itertools.count(), itertools.cycle(evaluated)
 
     def randint(*size: Any, **how: Any) -> torch.Tensor:

@@ -300,13 +300,18 @@ def eval_batches(
     weights on the way. All batches are full, for the sake of compiled code: what is missing is
     filled up with windows of which no target counts (all -1).
     """
-    starts = np.linspace(0, file.n_tokens - file.block_size - 1, n_sequences).astype(np.int64)
+    starts = eval_starts(file, n_sequences)
     for first in range(0, n_sequences, process.world_size * batch_size):
         mine = starts[first + process.rank * batch_size :][:batch_size]
         windows = file.windows(np.resize(mine if len(mine) else starts, batch_size))
         tokens, targets = to_batch(windows, process.device)
         targets[len(mine) :] = -1
         yield *moved((tokens, targets), process.device), len(mine) / n_sequences
+
+
+def eval_starts(file: TokenFile, n_sequences: int) -> np.ndarray:
+    """Token offsets of the windows that `eval_batches` reads."""
+    return np.linspace(0, file.n_tokens - file.block_size - 1, n_sequences).astype(np.int64)
 
 
 def to_batch(windows: np.ndarray, device: torch.device) -> Batch:

@@ -126,23 +126,16 @@ def generate(
     the model sees the end; when the context is full, it goes on with the newer half of it.
     """
     size = model.config.block_size
-    if not cache_serves(model, vocab_size or model.config.vocab_size):
+    serves = cache_serves(model, vocab_size or model.config.vocab_size)
+    if not serves:
         print("note: with a KV cache this model computes something else: sampling without, slowly",
               file=sys.stderr)  # fmt: skip
-        return generate_without_cache(
-            model,
-            tokens,
-            max_new_tokens,
-            temperature,
-            top_k,
-            top_p,
-            vocab_size,
-            generator,
-            on_token,
-        )
+        cuda_graph = False
     length = min(size, tokens.shape[1] + max_new_tokens)
     dtype = compute_dtype(model.lm_head.weight)
-    cache = KVCache(model.config, tokens.shape[0], length, tokens.device, dtype)
+    cache = None
+    if serves:
+        cache = KVCache(model.config, tokens.shape[0], length, tokens.device, dtype)
 
     def step(context: Tensor) -> Tensor:
         return model(context, cache=cache)
@@ -150,7 +143,9 @@ def generate(
     decode = None  # a step for a single token, once it is recorded
     held, context = 0, tokens[:, -size:]
     for _ in range(max_new_tokens):
-        if held + context.shape[1] > size:
+        if cache is None:
+            held, context = 0, tokens[:, -size:]  # all of them again
+        elif held + context.shape[1] > size:
             cache.position.zero_()
             held, context = 0, tokens[:, -max(1, size // 2) :]
         single = context.shape[1] == 1
@@ -180,27 +175,6 @@ def cache_serves(model: GPT, vocab_size: int) -> bool:
         cached, whole = model(tokens[:, -1:], cache=cache)[0, -1], model(tokens)[0, -1]
     tolerance = 1e-3 if weight.dtype == torch.float32 else 0.1
     return bool((cached - whole).abs().max() <= tolerance * whole.std() + 1e-6)
-
-
-def generate_without_cache(
-    model: GPT,
-    tokens: Tensor,
-    max_new_tokens: int,
-    temperature: float,
-    top_k: int,
-    top_p: float,
-    vocab_size: int | None,
-    generator: torch.Generator | None,
-    on_token: Callable[[Tensor], bool | None] | None,
-) -> Tensor:
-    """`generate`, with all tokens computed again for every new one."""
-    for _ in range(max_new_tokens):
-        logits = model(tokens[:, -model.config.block_size :])[:, -1, :vocab_size].float()
-        new = draw(logits, temperature, top_k, top_p, generator)
-        tokens = torch.cat((tokens, new[:, None]), dim=1)
-        if on_token is not None and on_token(new):
-            break
-    return tokens
 
 
 def draw(
