@@ -71,8 +71,8 @@ def torchrun(fork, sums):
     running = []
 
     def start(out, *arguments, options=("--standalone", "--nproc_per_node=2")):
-        command = [*options, str(ROOT / "train.py")]
-        command += [*SETTINGS, f"--dataset={sums}", f"--out_dir={out}", *map(str, arguments)]
+        command = [*options, str(ROOT / "train.py"), *SETTINGS, f"--dataset={sums}"]
+        command += [f"--out_dir={out}", *map(str, arguments)]
         code = f"from torch.distributed.run import main; main({command!r})"
         running.append(fork("", code=code, **ENVIRONMENT))
         return running[-1]
@@ -600,21 +600,32 @@ def test_f31_a_signal_ends_an_evaluation_on_all_processes(torchrun, tmp_path):
     assert "stopped at iteration 0, saved" in shown and "train loss" not in shown, shown
 
 
-def test_f71_a_dead_process_ends_the_run_and_max_restarts_resumes_it(torchrun, tmp_path):
+CLOCK = """
+import time
+out_dir = {out!r} + "/run-" + str(time.time_ns())
+wandb_run_name = "ft-" + str(time.time_ns())
+"""
+
+
+def test_f71_f73_a_dead_process_ends_the_run_and_a_restart_resumes_it(torchrun, tmp_path):
+    """In the folder that its config named by the first process's clock at the first start."""
+    (tmp_path / "clock.py").write_text(CLOCK.format(out=str(tmp_path / "runs")))
     process = torchrun(
-        tmp_path, *LONG, options=("--standalone", "--nproc_per_node=2", "--max-restarts=1")
-    )
-    wait_until(lambda: (tmp_path / "ckpt.pt").exists())
+        "", tmp_path / "clock.py", *LONG,
+        options=("--standalone", "--nproc_per_node=2", "--max-restarts=1"),
+    )  # fmt: skip
+    (saved,) = wait_until(lambda: list(tmp_path.glob("runs/*/ckpt.pt")))
     os.kill(workers(process)[1], signal.SIGKILL)
-    seen = max(entries(tmp_path, "iter"))
-    wait_until(lambda: max(entries(tmp_path, "iter"), default=0) > seen + 10)  # it went on
+    seen = max(entries(saved.parent, "iter"))
+    wait_until(lambda: max(entries(saved.parent, "iter"), default=0) > seen + 10)  # it went on
     os.kill(workers(process)[0], signal.SIGKILL)
     began = time.monotonic()
     shown = process.stdout.read()
     assert process.wait(60) != 0 and time.monotonic() - began < 60
-    assert "init_from=resume" in shown
-    assert checkpoint.load(tmp_path / "ckpt.pt")["iter_num"] > seen
-    iterations = [e["iter"] for e in read_metrics(tmp_path / "metrics.jsonl") if "loss" in e]
+    assert "init_from=resume" in shown and f"going on from {saved} at iteration" in shown
+    assert list((tmp_path / "runs").iterdir()) == [saved.parent]
+    assert checkpoint.load(saved)["iter_num"] > seen
+    iterations = [e["iter"] for e in read_metrics(saved.parent / "metrics.jsonl") if "loss" in e]
     assert iterations == list(range(len(iterations)))  # one entry each, none missing
 
 

@@ -262,7 +262,7 @@ def test_f19_gradients_that_are_never_finite_are_told_once_and_end_the_run(
 
 @pytest.mark.parametrize(
     ("signals", "apart"),
-    [(("SIGTERM", "SIGTERM"), 0.0), (("SIGTERM", "SIGTERM"), 0.2), (("SIGTERM", "SIGINT"), 0.2),
+    [(("SIGTERM", "SIGTERM"), 0.2), (("SIGTERM", "SIGINT"), 0.2),
      (("SIGINT", "SIGTERM", "SIGTERM"), 0.0)],
 )  # fmt: skip
 def test_f72_only_a_second_ctrl_c_kills_a_run_that_is_saving(fork, sums, tmp_path, signals, apart):
@@ -313,7 +313,7 @@ def test_f31_signal_saves_says_how_to_resume_and_resuming_is_exact(
 ):
     arguments = [*TINY, f"--dataset={sums}", "--max_iters=400", "--dropout=0.1"]
     process = fork("train.py", *arguments, f"--out_dir={tmp_path / 'parts'}")
-    stop_at = random.randrange(5, 60)
+    stop_at = random.randrange(5, 30)
     skip_until(process, f"iter {stop_at:6d} | loss")
     process.send_signal(signum)
     rest = process.stdout.read()
@@ -322,7 +322,7 @@ def test_f31_signal_saves_says_how_to_resume_and_resuming_is_exact(
     saved = checkpoint.load(tmp_path / "parts" / "ckpt.pt")
     assert stop_at <= saved["iter_num"] < 400
 
-    end = f"--max_iters={saved['iter_num'] + 20}"
+    end = f"--max_iters={saved['iter_num'] + 5}"
     for out, more in (("parts", "--init_from=resume"), ("whole", "--init_from=scratch")):
         run("train.py", *arguments, f"--out_dir={tmp_path / out}", end, more)
     a, b = (checkpoint.load(tmp_path / name / "ckpt.pt") for name in ("parts", "whole"))
