@@ -13,7 +13,7 @@ from conftest import TINY, wait_until
 from steady.dataloader import DataLoader, DataSet, eval_batches
 
 
-def test_bench_times_the_real_training_step_with_the_data_sets_vocabulary(fork, sums):
+def test_bench_times_the_real_training_step_and_turns_compares_checkouts(fork, sums, tmp_path):
     arguments = [*TINY, f"--dataset={sums}", "--steps=3", "--warmup_steps=2"]
     process = fork("bench.py", *arguments)
     shown = process.stdout.read()
@@ -22,6 +22,15 @@ def test_bench_times_the_real_training_step_with_the_data_sets_vocabulary(fork, 
     values = dict(re.findall(r"^(tokens/s|ms per step|spread) +([\d.,]+)", shown, re.MULTILINE))
     tokens_per_s = float(values["tokens/s"].replace(",", ""))
     assert 0.5 < tokens_per_s * float(values["ms per step"]) / 1e3 / (4 * 16) < 2
+
+    (tmp_path / "bench.py").write_text(f"print({shown!r})")
+    process = fork("dev/turns.py", f"--folders={tmp_path}", "--rounds=2",
+                   f"--out={tmp_path / 'runs.jsonl'}")  # fmt: skip
+    table = process.stdout.read()
+    assert process.wait() == 0, table
+    runs = [json.loads(line) for line in (tmp_path / "runs.jsonl").read_text().splitlines()]
+    assert [run["folder"] for run in runs] == [str(tmp_path)] * 2 and table.count("\n") == 3
+    assert all(run["tokens/s"] == tokens_per_s and run["device"] == "cpu" for run in runs)
 
 
 def test_bench_passes_on_what_train_says_when_it_fails(fork):
@@ -57,17 +66,6 @@ def test_bench_refuses_a_vocabulary_that_no_token_file_can_hold(run, vocab_size)
     message = f"vocab_size={vocab_size} must be at least 0 and at most 4294967296"
     with pytest.raises(ValueError, match=message):
         run("bench.py", *TINY, f"--vocab_size={vocab_size}")
-
-
-def test_checkouts_are_timed_in_turns(fork, tmp_path):
-    arguments = [*TINY, "--vocab_size=64", "--steps=2", "--warmup_steps=1"]
-    process = fork("dev/turns.py", *arguments, "--folders=.", "--rounds=1",
-                   f"--out={tmp_path / 'runs.jsonl'}")  # fmt: skip
-    shown = process.stdout.read()
-    assert process.wait() == 0, shown
-    runs = [json.loads(line) for line in (tmp_path / "runs.jsonl").read_text().splitlines()]
-    assert [run["folder"] for run in runs] == ["."] and shown.count("\n") == 2
-    assert all(run["tokens/s"] > 0 and run["device"] == "cpu" for run in runs)
 
 
 # What dev/run_peer.py needs to know of the two scripts: how they read data and what they print.

@@ -333,7 +333,7 @@ def test_f78_a_star_import_and_carriage_returns(run, sums, tmp_path):
     assert two["max_iters"] == 7
 
 
-def test_f78_a_script_may_be_executed_in_a_notebook(sums, tmp_path):
+def test_f78_a_script_may_be_executed_in_a_notebook(fork, sums, tmp_path):
     code = (
         "import sys, types\n"
         "sys.modules['ipykernel'] = types.ModuleType('ipykernel')\n"
@@ -352,9 +352,10 @@ def test_f78_a_script_may_be_executed_in_a_notebook(sums, tmp_path):
         "exec(source, namespace)\n"
         "print(namespace['__file__'])\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip().endswith("train.py")
+    process = fork("", code=code)
+    shown = process.stdout.read()
+    assert process.wait() == 0, shown
+    assert shown.strip().endswith("train.py")
     assert (tmp_path / "out" / "ckpt.pt").exists()
 
 

@@ -409,7 +409,7 @@ def test_second_signal_stops_at_once(fork, sums, tmp_path):
     assert "Traceback" not in process.stdout.read()
 
 
-def test_second_ctrl_c_waits_for_no_thread():
+def test_second_ctrl_c_waits_for_no_thread(fork):
     """A thread that waits for a lock, as the one that reads data can if that was interrupted while
     it held it, never ends."""
     code = """
@@ -424,16 +424,12 @@ print("ready", flush=True)
 while True:
     time.sleep(0.1)
 """
-    command = [sys.executable, "-c", code]
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
-        try:
-            skip_until(process, "ready")
-            for _ in range(2):
-                process.send_signal(signal.SIGINT)
-                time.sleep(0.5)
-            assert process.wait(5) == -signal.SIGINT
-        finally:
-            process.kill()
+    process = fork("", code=code)
+    skip_until(process, "ready")
+    for _ in range(2):
+        process.send_signal(signal.SIGINT)
+        time.sleep(0.5)
+    assert process.wait(5) == -signal.SIGINT
 
 
 def test_f31_a_request_while_compiling_trains_nothing_more(run, sums, tmp_path, monkeypatch):
