@@ -1038,9 +1038,10 @@ def test_profile_can_be_opened(data, tmp_path):
 STUDENTS = [
     "each_block_twice", "blocks_know_their_place", "a_learned_scalar", "experts_in_one_tensor",
     "conv1d", "shared_projections", "a_frozen_block", "an_unused_layer",
-    "a_layer_used_in_some_steps", "relu2_leaves_gate_proj_unused", "gelu_with_biases",
-    "a_head_with_a_bias", "a_counter_in_a_buffer", "an_auxiliary_loss", "full_logits", "sgd",
-    "hooks_see_gradients", "autograd_grad", "plain_zero_grad", "a_running_average_of_the_weights",
+    "a_layer_used_in_some_steps", "1. Another MLP: ReLU squared", "gelu_with_biases",
+    "a_head_with_a_bias", "a_counter_in_a_buffer", "6. An auxiliary loss", "full_logits", "sgd",
+    "hooks_see_gradients", "autograd_grad", "plain_zero_grad",
+    "10. A running average of the weights",
 ]  # fmt: skip
 STUDENT_MODES = ("off", "default", "reduce-overhead")
 

@@ -125,11 +125,6 @@ EDITS = {
          (MLP_RESIDUAL, "        y = self.conv(x.transpose(1, 2))[:, :, : x.shape[1]]\n"
                         "        return x + y.transpose(1, 2)")), samples=False
     ),
-    "learned_positions": Edit(
-        (in_gpt("self.positions = nn.Embedding(config.block_size, config.n_embd)"),
-         (EMBED, EMBED + "\n        x = x + self.positions.weight[: tokens.shape[1]]")),
-        samples=False
-    ),
     "an_embedding_in_each_block": Edit(
         (in_block("self.extra = nn.Embedding(config.vocab_size, config.n_embd)"),
          (LOOP, "            x = x + block.extra(tokens)\n" + LOOP))
@@ -155,9 +150,6 @@ EDITS = {
         depends_on_split=True
     ),
     # ---- layers of any kind
-    "relu2_leaves_gate_proj_unused": Edit(
-        ((MLP_LINE, "        return self.down_proj(F.relu(self.up_proj(x)).square())"),)
-    ),
     "gelu_with_biases": Edit(
         (("self.up_proj = nn.Linear(config.n_embd, config.n_hidden, bias=False)",
           "self.up_proj = nn.Linear(config.n_embd, config.n_hidden)"),
@@ -165,12 +157,6 @@ EDITS = {
           "self.down_proj = nn.Linear(config.n_hidden, config.n_embd, bias=True)"),
          ("        self.gate_proj = nn.Linear(config.n_embd, config.n_hidden, bias=False)\n", ""),
          (MLP_LINE, "        return self.down_proj(F.gelu(self.up_proj(x)))"))
-    ),
-    "layernorm": Edit(
-        (("self.attention_norm = RMSNorm(config.n_embd, config.norm_eps)",
-          "self.attention_norm = nn.LayerNorm(config.n_embd)"),
-         ("self.mlp_norm = RMSNorm(config.n_embd, config.norm_eps)",
-          "self.mlp_norm = nn.LayerNorm(config.n_embd)"))
     ),
     "a_head_with_a_bias": Edit(
         (("nn.Linear(config.n_embd, config.vocab_size, bias=False)",
@@ -212,9 +198,6 @@ EDITS = {
           "        nn.init.zeros_(self.down_proj.weight)\n"),)
     ),
     # ---- losses
-    "an_auxiliary_loss": Edit(
-        ((LOSS, LOSS + " + 1e-2 * x.float().square().mean()"),)
-    ),
     "full_logits": Edit(
         ((LOSS, "            return F.cross_entropy(self.lm_head(x), targets.flatten())"),),
         changes_loss=False
@@ -257,19 +240,6 @@ EDITS = {
         (), (("optim.clip_gradients(opt, grad_clip)", "torch.zeros((), device=process.device)"),
              ("grad_clip = 1.0", "grad_clip = 0.0"))
     ),
-    "a_running_average_of_the_weights": Edit(
-        (), (("micro_batches = loader.micro_batches(iter_num)\n",
-              "micro_batches = loader.micro_batches(iter_num)\n"
-              "import copy\naverage = copy.deepcopy(raw_model)\n"),
-             ("        iter_num += 1\n",
-              "        iter_num += 1\n"
-              "        with torch.no_grad():\n"
-              "            for a, b in zip(average.parameters(), parameters, strict=True):\n"
-              "                a.lerp_(b, 0.5)\n"
-              "            assert evaluate(average, [(torch.zeros(1, 8, dtype=torch.int64,"
-              " device=process.device),) * 2 + (1.0,)]).isfinite()\n")),
-        changes_loss=False
-    ),
     "a_rate_of_its_own_for_the_embedding": Edit(
         (), (("        lr = optim.set_schedule(opt, iter_num, config)\n",
               "        lr = optim.set_schedule(opt, iter_num, config)\n"
@@ -282,9 +252,9 @@ EDITS = {
 SAME_PARAMETERS = (
     "parallel_attention_and_mlp", "blocks_know_their_place", "attention_by_hand",
     "a_sliding_window", "a_mask_of_minus_infinity_in_a_buffer", "a_temperature_in_a_buffer",
-    "a_counter_in_a_buffer", "an_auxiliary_loss", "full_logits", "a_negative_loss",
+    "a_counter_in_a_buffer", "full_logits", "a_negative_loss",
     "label_smoothing_from_a_new_setting", "plain_zero_grad", "no_clipping",
-    "a_running_average_of_the_weights", "blocks_return_a_second_value",
+    "blocks_return_a_second_value",
 )  # fmt: skip
 
 
@@ -457,8 +427,8 @@ for copy, *arguments in {jobs!r}:
 def test_two_processes_train_edits_as_one_does(sums, tmp_path):
     """Gradients that only some processes have, or none, are exchanged too."""
     left_out = {name for name, edit in EDITS.items() if edit.depends_on_split}
-    left_out |= {*edits_of_the_page(), *SAME_PARAMETERS}
-    names = [name for name in EDITS if name not in left_out]
+    left_out |= {name for name in edits_of_the_page() if not name.startswith(("1.", "3.", "4."))}
+    names = [name for name in EDITS if name not in left_out | {*SAME_PARAMETERS}]
     muon = ["--optimizer=muon", "--eval_interval=0", f"--dataset={sums}"]
     halved = ["--batch_size=2", "--gradient_accumulation_steps=2"]
     copies = [str(edited(EDITS[name], tmp_path / name)) for name in names]
