@@ -168,7 +168,7 @@ def compiled_parts(model: nn.Module) -> list[nn.Module]:
     linear layers: one operation. Not embeddings on a CPU, whose code would add their gradients up
     in any order.)"""
     blocks = repeated_blocks(model)
-    left_out = (nn.ModuleList, nn.Sequential, nn.Linear, nn.Dropout)
+    left_out = (nn.ModuleList, nn.Sequential, nn.ModuleDict, nn.Linear, nn.Dropout)
     if not next(model.parameters()).is_cuda:
         left_out += (nn.Embedding,)
     return blocks + [m for m in model.children() if not isinstance(m, left_out)] if blocks else []

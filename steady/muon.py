@@ -57,7 +57,7 @@ def add_momentum(
 def scale_rows(update: Tensor, mean_square: Tensor, usable: Tensor, lr: Tensor) -> Tensor:
     """The change of weights for an orthogonal update (n, rows, columns): each row is divided by the
     root of its running `mean_square` (n, rows, 1), which is brought up to date in place."""
-    update = update.float()
+    update = update.to(mean_square.dtype)
     now = update.square().mean(dim=2, keepdim=True)
     mean_square.lerp_(now, usable * (1.0 - ROW_MEMORY))
     # a row that stays zero must not come to 0 times infinity

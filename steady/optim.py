@@ -81,7 +81,10 @@ class Muon(AdamW):
         self.stacks = []
         for parameters, head_dim in stackable(self.muon_group["params"], head_dims):
             local = local_shards(parameters)
-            momentum = torch.zeros((len(local), *local[0].shape), device=local[0].device)
+            dtype = torch.promote_types(local[0].dtype, torch.float32)
+            momentum = torch.zeros(
+                (len(local), *local[0].shape), device=local[0].device, dtype=dtype
+            )
             # the mean square of a row of an orthogonal matrix, so the average needs no warm-up
             rows, columns = parameters[0].shape
             row = torch.full_like(momentum[:, :, :1], 1.0 / max(head_dim or rows, columns))
@@ -105,11 +108,12 @@ class Muon(AdamW):
         group, device = self.muon_group, self.stacks[0].momentum.device
         # tensors, since code compiled for numbers would be compiled again for every new one
         lr, momentum, decay = torch.tensor(
-            [group["lr"], group["momentum"], group["lr"] * group["weight_decay"]]
+            [group["lr"], group["momentum"], group["lr"] * group["weight_decay"]],
+            dtype=self.stacks[0].momentum.dtype,
         ).to(device, non_blocking=True)  # fmt: skip
         divisor, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         divisor = torch.ones_like(lr) if divisor is None else divisor
-        usable = torch.ones_like(lr) if found_inf is None else 1.0 - found_inf
+        usable = torch.ones_like(lr) if found_inf is None else 1.0 - found_inf.to(lr.dtype)
         for parameters, all_buffers, all_squares, head_dim in self.stacks:
             # a matrix without a gradient is left alone, as by torch's optimizers
             present = [i for i, p in enumerate(parameters) if p.grad is not None]

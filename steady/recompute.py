@@ -25,9 +25,15 @@ KEPT = frozenset((
 
 
 def repeated_blocks(model: nn.Module) -> list[nn.Module]:
-    """The entries of the model's own nn.ModuleLists and nn.Sequentials: the layers that repeat."""
-    containers = [m for m in model.children() if isinstance(m, nn.ModuleList | nn.Sequential)]
-    return [block for container in containers for block in container]
+    """The layers that repeat: the entries of the model's nn.ModuleLists and nn.Sequentials, which
+    may be in an nn.ModuleDict (nanoGPT's `transformer`)."""
+    blocks: list[nn.Module] = []
+    for child in model.children():
+        if isinstance(child, nn.ModuleList | nn.Sequential):
+            blocks += child
+        elif isinstance(child, nn.ModuleDict):
+            blocks += repeated_blocks(child)
+    return blocks
 
 
 def use_activation_checkpointing(model: nn.Module, kind: str) -> None:

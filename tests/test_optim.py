@@ -274,6 +274,18 @@ def test_muon_multiplies_in_bfloat16_on_a_cpu_where_the_model_does(monkeypatch):
     assert 0 < error < 0.15, error  # directions of the smallest singular values
 
 
+def test_muon_trains_a_model_of_float64_weights():
+    moved = []
+    for dtype in (torch.float32, torch.float64):
+        model = tiny().to(dtype)
+        optimizer, weight = muon_for(model), model.blocks[0].mlp.up_proj.weight
+        before = weight.detach().clone()
+        take_step(model, optimizer)
+        moved.append(weight.detach() - before)
+    assert optimizer.state[weight]["momentum"].dtype == moved[1].dtype == torch.float64
+    torch.testing.assert_close(moved[0].double(), moved[1], rtol=1e-2, atol=1e-5)
+
+
 def test_muons_updates_have_the_size_of_adamws():
     model = tiny(n_layer=1, n_embd=64, n_head=1)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}

@@ -83,9 +83,11 @@ EDITS = {
          in_block("self.place = place"),
          (MLP_RESIDUAL, "        return x + self.mlp(self.mlp_norm(x)) / (self.place + 1)"))
     ),
-    "a_list_under_another_name": Edit(
-        (("self.blocks = nn.ModuleList", "self.layers = nn.ModuleList"),
-         ("enumerate(self.blocks)", "enumerate(self.layers)")), changes_loss=False
+    "a_list_in_a_dictionary": Edit(  # as in nanoGPT
+        (("self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layer))",
+          "self.transformer = nn.ModuleDict({'h': nn.ModuleList(\n"
+          "            Block(config) for _ in range(config.n_layer))})"),
+         ("enumerate(self.blocks)", "enumerate(self.transformer.h)")), changes_loss=False
     ),
     "blocks_return_a_second_value": Edit(
         ((MLP_RESIDUAL, "        x = x + self.mlp(self.mlp_norm(x))\n"
