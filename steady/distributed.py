@@ -1,11 +1,11 @@
-"""Several processes, one per GPU, as torchrun starts them: their ranks and what they exchange.
+"""Training with several processes, one per GPU, launched by torchrun.
 
-All processes call these functions at the same points. A process on its own pays nothing for them.
+All processes call these functions at the same points. A single process pays nothing for them.
 
-ddp: every process holds the whole model; after the last micro-step its gradients are copied into
-one flat tensor and summed by one all-reduce. So the model stays one compiled graph, CUDA graphs
-keep working, and nothing is exchanged before (DistributedDataParallel cuts the graph into buckets).
-fsdp: PyTorch's FSDP2; every process holds its share of weights, gradients and optimizer state.
+ddp: every process holds the whole model. After the last micro-step, one all-reduce sums the
+gradients in a single flat tensor; nothing is sent before. So the model stays one compiled graph and
+CUDA graphs keep working (DistributedDataParallel splits the graph at its buckets).
+fsdp: PyTorch's FSDP2. Every process holds a shard of the weights, gradients and optimizer state.
 """
 
 import atexit
@@ -34,18 +34,18 @@ from steady import UserError
 from steady.hardware import autocast, choose_device, choose_dtype
 from steady.recompute import repeated_blocks
 
-NAMES = ("out_dir", "wandb_project", "wandb_run_name")  # settings that change no computation
-PARAMS_PER_EXCHANGE = 2**27  # at most, with fsdp, unless a single block has more
+NAMES = ("out_dir", "wandb_project", "wandb_run_name")  # settings that do not affect training
+PARAMS_PER_EXCHANGE = 2**27  # fsdp's limit, unless a single block is larger
 
 
 MPI_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE", "MPI_LOCALNRANKS")
 
 
 class Process(NamedTuple):
-    """This process: its place among all, its device, and the dtype of its matrix products."""
+    """This process: its rank, its device, and the dtype of its matmuls."""
 
     rank: int = 0
-    local_rank: int = 0  # among those on this machine
+    local_rank: int = 0  # rank on this machine
     world_size: int = 1
     parallel: str = "ddp"
     device: torch.device = torch.device("cpu")
@@ -53,26 +53,26 @@ class Process(NamedTuple):
 
     @property
     def master(self) -> bool:
-        """Whether this is the process that prints and saves."""
+        """Whether this process prints and saves."""
         return self.rank == 0
 
     @property
     def sums_gradients(self) -> bool:
-        """ddp: every process has the whole model and adds up all processes' gradients."""
+        """ddp: every process holds the whole model, and an all-reduce sums the gradients."""
         return self.world_size > 1 and self.parallel == "ddp"
 
     @property
     def shards_model(self) -> bool:
-        """fsdp: every process has a part of every weight."""
+        """fsdp: every process holds a shard of every weight."""
         return self.world_size > 1 and self.parallel == "fsdp"
 
     @property
     def build_device(self) -> torch.device:
-        """Where to build the model: with fsdp on the meta device, see `shard`."""
+        """Where to build the model: on the meta device with fsdp, see `shard`."""
         return torch.device("meta") if self.shards_model else self.device
 
     def autocast(self) -> contextlib.AbstractContextManager:
-        """The context to run forward passes in."""
+        """The context for forward passes."""
         return autocast(self.device, self.dtype)
 
 
@@ -80,54 +80,54 @@ ALONE = Process()
 
 
 def restarts() -> int:
-    """How often torchrun has restarted the processes."""
+    """How many times torchrun has restarted the processes."""
     found = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     if not found.isdecimal():
-        raise UserError(f"TORCHELASTIC_RESTART_COUNT={found} is no number: unset it")
+        raise UserError(f"TORCHELASTIC_RESTART_COUNT={found} is not a number: unset it")
     return int(found)
 
 
 @functools.cache
 def launch() -> str:
-    """A token of this command under this torchrun, the same after restarts; "" without torchrun.
-    (torchrun's own ID is "none" or what the user gives, and process IDs repeat in containers.)"""
+    """The ID of this command in this torchrun launch, kept across restarts; "" without torchrun.
+    (torchrun's own ID is "none" unless the user sets it, and containers reuse process IDs.)"""
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return ""
     agent = str(os.getppid())
-    with contextlib.suppress(OSError):  # when torchrun itself was started
+    with contextlib.suppress(OSError):  # torchrun's start time
         started = Path(f"/proc/{agent}/stat").read_text().rpartition(")")[2].split()[19]
         agent += f" {started} {Path('/proc/sys/kernel/random/boot_id').read_text().strip()}"
     return first_in_launch("launch", agent if not has_store() else secrets.token_hex(16))
 
 
 def has_store() -> bool:
-    """Whether torchrun keeps a store over restarts."""
+    """Whether torchrun keeps its store across restarts."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def first_in_launch(key: str, value: str) -> str:
-    """The first `value` that a process of this torchrun had for `key` with this command, before
-    restarts too: the store of torchrun's agent keeps it. Without one it is this value."""
+    """The first `value` that a process of this launch stored under `key` for this command, even
+    before a restart: torchrun's agent keeps the store. Without a store, `value` itself."""
     if not has_store():
         return value
-    key += "/" + hashlib.sha256(repr(sys.argv).encode()).hexdigest()  # one may run several commands
+    key += "/" + hashlib.sha256(repr(sys.argv).encode()).hexdigest()  # a launch can run many
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     try:
         store = dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=60))
         return store.compare_set(f"steady/{key}", "", value).decode()
-    except RuntimeError:  # no store, no restart that could ask for it
+    except RuntimeError:  # without a store no restart can ask for it
         return value
 
 
 def on_one_machine() -> bool:
-    """Whether torchrun has started all of the processes on this machine."""
+    """Whether torchrun started all processes on this machine."""
     return os.environ.get("LOCAL_WORLD_SIZE", "") == os.environ.get("WORLD_SIZE")
 
 
 def peer_has_ended(error: BaseException) -> bool:
-    """Whether an exchange failed because another process is gone or hangs: its connection was
-    closed, reset or refused, or nothing came. torch says so by a RuntimeError; the hub's errors
-    speak of connections too."""
+    """Whether communication failed because another process died or hangs: its connection was
+    closed, reset or refused, or timed out. The type tells torch's errors from the Hugging Face
+    hub's, which mention connections too."""
     return (
         isinstance(error, RuntimeError) and re.search("onnection|imed out", str(error)) is not None
     )
@@ -136,11 +136,11 @@ def peer_has_ended(error: BaseException) -> bool:
 def this_process(
     parallel: str = "ddp", device: str = "cpu", dtype: str = "float32", width: int = 0
 ) -> Process:
-    """This process by torchrun's variables, with the device and dtype that the settings ask for.
+    """This process, from torchrun's environment variables and the device and dtype settings.
 
-    width: of the model, which decides what dtype=auto means on a CPU.
+    width: the model's width, which decides what dtype=auto means on a CPU.
 
-    Raises UserError when the variables are incomplete or contradict each other.
+    Raises UserError if the variables are incomplete or contradict each other.
     """
     require_torchrun()
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
@@ -155,16 +155,16 @@ def this_process(
     if not complete:
         shown = ", ".join(f"{name}={found.get(name, '(not set)')}" for name in names)
         raise UserError(
-            f"{shown} do not describe a process: start several with torchrun, or unset them for one"
+            f"{shown} are incomplete or inconsistent: use torchrun, or unset them for one process"
         )
-    # several processes, each of which measures, might not agree on a CPU's dtype
+    # several processes would each time a CPU's dtypes, and might choose differently: width=0
     chosen = choose_device(device, local_rank if world_size > 1 else None)
     computed = choose_dtype(dtype, chosen, width if world_size == 1 else 0)
     return Process(rank, local_rank, world_size, parallel, chosen, computed)
 
 
 def require_torchrun() -> None:
-    """Raises UserError where srun or mpirun have started several processes without torchrun: each
+    """Raises UserError if srun or mpirun started several processes without torchrun: each of them
     would train the same run (F77)."""
     tasks = {
         "srun": os.environ.get("SLURM_STEP_NUM_TASKS") or os.environ.get("SLURM_NTASKS", "1"),
@@ -175,7 +175,7 @@ def require_torchrun() -> None:
         if "RANK" in os.environ or not number.isdecimal() or int(number) < 2:
             continue
         if starter == "srun" and not in_step:
-            continue  # the script of a batch job itself, which is one process
+            continue  # the batch script itself, a single process
         nodes = os.environ.get("SLURM_NNODES", "1")
         command = f"torchrun --standalone --nproc_per_node={number}"
         if nodes not in ("", "1"):
@@ -190,7 +190,7 @@ def require_torchrun() -> None:
 
 
 def check(process: Process, config: dict[str, Any], cuda_graphs: bool) -> None:
-    """Raises UserError for what several processes cannot do."""
+    """Raises UserError for settings that do not work with several processes."""
     world_size, steps = process.world_size, config["gradient_accumulation_steps"]
     if steps % world_size:
         below = steps // world_size * world_size
@@ -204,17 +204,17 @@ def check(process: Process, config: dict[str, Any], cuda_graphs: bool) -> None:
         )
     if process.shards_model and (cuda_graphs or process.dtype == torch.float16):
         raise UserError(
-            "parallel=fsdp exchanges weights inside a step, which CUDA graphs and float16's loss "
-            "scaling do not allow: use compile_mode=default (or max-autotune-no-cudagraphs) and "
-            "dtype=bfloat16, or parallel=ddp"
+            "parallel=fsdp exchanges weights inside a step, which does not work with CUDA graphs "
+            "or float16 loss scaling: use compile_mode=default (or max-autotune-no-cudagraphs) "
+            "and dtype=bfloat16, or parallel=ddp"
         )
 
 
 def start(process: Process, config: dict[str, Any], cuda_graphs: bool = False) -> None:
-    """Join the other processes, if there are any, and check that all have the same settings. What
-    are only NAMES, which a config file may compute from the clock, is the first process's
-    everywhere, and what it was before a restart of the launch (F73)."""
-    check(process, config, cuda_graphs)  # before they meet, so that each prints its own error
+    """Join the other processes, if any, and check that all have the same settings. A config file
+    may compute the settings in NAMES from the clock, so all processes use rank 0's, and a restart
+    uses those of the launch's first start (F73)."""
+    check(process, config, cuda_graphs)  # before joining, so that each prints its own error
     rank, world_size, backend = process.rank, process.world_size, config["backend"]
     if process.master:
         names = json.dumps({name: config[name] for name in NAMES if name in config})
@@ -223,11 +223,11 @@ def start(process: Process, config: dict[str, Any], cuda_graphs: bool = False) -
         return
     port = os.environ.get("MASTER_PORT", "0")
     if not (port.isdecimal() and int(port) < 2**16):
-        raise UserError(f"MASTER_PORT={port} is no port: use a number below 65536")
+        raise UserError(f"MASTER_PORT={port} is not a port: use a number below 65536")
     if backend == "auto":
         backend = "nccl" if process.device.type == "cuda" else "gloo"
     if backend == "nccl":
-        backend = "cpu:gloo,cuda:nccl"  # small values are exchanged without waiting for the GPU
+        backend = "cpu:gloo,cuda:nccl"  # small values need not wait for the GPU
     try:
         store, _, _ = next(rendezvous("env://"))
         if has_store():
@@ -257,12 +257,12 @@ def start(process: Process, config: dict[str, Any], cuda_graphs: bool = False) -
 
 
 def meet(store: dist.Store, process: Process) -> str:
-    """A prefix for the keys of these processes in torchrun's store, which is kept over restarts:
-    without one they would meet at the addresses of the dead. (torchrun tells processes how often
-    they were restarted, but every machine counts on its own.)
+    """A key prefix for these processes in torchrun's store. The store survives restarts, so without
+    a prefix they would connect to the addresses of dead processes. (torchrun's restart count cannot
+    be the prefix: every machine keeps its own count.)
 
-    The first process publishes a token; the others sign it, each with a number of its own, until
-    their numbers come back. So none takes the token of processes that have ended.
+    Rank 0 publishes a token. The other ranks sign it with a random number until rank 0 returns
+    their number. So no process uses the token of a dead one.
     """
     mine, others = secrets.token_hex(8), range(1, process.world_size)
     if process.master:
@@ -285,8 +285,8 @@ def meet(store: dist.Store, process: Process) -> str:
 
 
 def on_rank0_first(process: Process, action: Callable[[], Any]) -> Any:
-    """The result of `action()`, which the first process alone runs, on every process. If it raises
-    an error about a file or a UserError, the others end without a message."""
+    """Run `action()` on rank 0 and return its result on every process. If it raises an OSError or a
+    UserError, the other processes exit without a message."""
     error, result = None, [None]
     try:
         if process.master:
@@ -304,7 +304,7 @@ def on_rank0_first(process: Process, action: Callable[[], Any]) -> Any:
 
 
 def all_or_none(process: Process, action: Callable[[], Any]) -> Any:
-    """The result of `action()`, which every process runs; if it fails on one, it fails on all."""
+    """Run `action()` on every process and return its result; if it fails on one, raise on all."""
     error, result = None, None
     try:
         result = action()
@@ -319,7 +319,7 @@ def all_or_none(process: Process, action: Callable[[], Any]) -> Any:
 
 
 def gather_objects(process: Process, value: Any) -> list[Any]:
-    """The values of all processes, on every one."""
+    """The values of all processes, on every process."""
     if process.world_size == 1:
         return [value]
     values: list[Any] = [None] * process.world_size
@@ -328,7 +328,7 @@ def gather_objects(process: Process, value: Any) -> list[Any]:
 
 
 def launcher() -> list[str]:
-    """The beginning of the command that started this process."""
+    """The first words of the command that started this process."""
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     if world_size == 1:
         return ["python"]
@@ -339,17 +339,17 @@ def launcher() -> list[str]:
 
 
 def stop(process: Process) -> None:
-    """Leave the other processes; all but the first end here."""
+    """Leave the process group. All processes but rank 0 exit here."""
     if dist.is_initialized():
-        dist.barrier()  # none leaves while another still waits for it
+        dist.barrier()  # do not leave while another process still waits for this one
         dist.destroy_process_group()
     if not process.master:
         exit_now()
 
 
 def exit_now(status: int = 0) -> None:
-    """End a process that has nothing more to say. Python's orderly end may meet a thread of torch's
-    that is still finishing, and then aborts ("terminate called without an active exception")."""
+    """Exit without Python's own shutdown, which aborts if one of torch's threads is still finishing
+    ("terminate called without an active exception")."""
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -357,14 +357,14 @@ def exit_now(status: int = 0) -> None:
 
 
 def all_reduce_sum(tensor: Tensor) -> Tensor:
-    """`tensor` after it is replaced, in place, by its sum over all processes."""
+    """Sum `tensor` over all processes in place, and return it."""
     if dist.is_initialized():
         dist.all_reduce(tensor)
     return tensor
 
 
 def all_reduce_min(value: float) -> float:
-    """The smallest `value` of any process."""
+    """The minimum of `value` over all processes."""
     if not dist.is_initialized():
         return value
     found = torch.tensor(value)
@@ -372,12 +372,12 @@ def all_reduce_min(value: float) -> float:
     return float(found)
 
 
-HANGING = 5.0  # minutes without an answer after which a process hangs
+HANGING = 5.0  # minutes without an answer before a process counts as hung
 
 
 def limit_waiting(process: Process, minutes: float | None = None) -> None:
-    """Let exchanges fail that take longer, so that a process that hangs ends the run. Before the
-    training loop torch's own limits apply: 10 minutes with NCCL, 30 with gloo."""
+    """Set the timeout for communication, so that a hanging process ends the run. Before the
+    training loop, torch's own timeouts apply: 10 minutes with NCCL, 30 with gloo."""
     if process.world_size > 1:
         dist.distributed_c10d._set_pg_timeout(timedelta(minutes=minutes or HANGING))
 
@@ -389,8 +389,8 @@ def any_process(flag: bool) -> bool:
 
 @torch.no_grad()
 def flatten_gradients(parameters: Sequence[nn.Parameter]) -> Tensor:
-    """All gradients in one new tensor, zeros for missing ones, and at its end for each parameter
-    whether it has one (1.0 or 0.0)."""
+    """All gradients in one new tensor, with zeros for missing ones, followed by one flag per
+    parameter: 1.0 if it has a gradient, else 0.0."""
     device = parameters[0].device
     parts = [
         torch.zeros(p.numel(), device=device) if p.grad is None else p.grad.flatten()
@@ -402,10 +402,10 @@ def flatten_gradients(parameters: Sequence[nn.Parameter]) -> Tensor:
 
 @torch.no_grad()
 def sum_gradients(process: Process, parameters: Sequence[nn.Parameter], in_place: bool) -> None:
-    """With ddp, replace gradients by their sums over all processes, in one exchange.
+    """With ddp, replace the gradients by their sums over all processes, in one all-reduce.
 
-    A parameter without a gradient keeps None if no process has one for it, so that the optimizer
-    leaves it alone. in_place: keep the tensors that hold the gradients, as CUDA graphs need.
+    A parameter's gradient stays None if no process has one, so that the optimizer skips it.
+    in_place: keep the tensors that hold the gradients, as CUDA graphs need.
     """
     if not process.sums_gradients or not parameters:
         return
@@ -414,7 +414,7 @@ def sum_gradients(process: Process, parameters: Sequence[nn.Parameter], in_place
     sizes = [p.numel() for p in parameters]
     *sums, counts = flat.split([*sizes, len(sizes)])
     missing = any(p.grad is None for p in parameters)
-    present = (counts > 0).tolist() if missing else [True] * len(sizes)  # tolist waits for a GPU
+    present = (counts > 0).tolist() if missing else [True] * len(sizes)  # tolist waits for the GPU
     for parameter, total, is_present in zip(parameters, sums, present, strict=True):
         total = total.view_as(parameter).to(parameter.dtype)
         if in_place and parameter.grad is not None:
@@ -424,20 +424,20 @@ def sum_gradients(process: Process, parameters: Sequence[nn.Parameter], in_place
 
 
 def blocks_per_exchange(n_layer: int, block_params: int) -> int:
-    """How many blocks fsdp exchanges at once. An exchange costs the host as much time for small
-    blocks as for large ones, and small ones keep a GPU busy for less. Four exchanges at least are
-    left, if there are four blocks: they overlap with computation."""
+    """How many blocks fsdp communicates at once. The host needs as much time for small blocks as
+    for large ones, but small ones keep the GPU busy for less time. At least four groups remain if
+    there are four blocks, so that communication overlaps with computation."""
     return max(1, min(PARAMS_PER_EXCHANGE // max(1, block_params), n_layer // 4))
 
 
 def shard(model: nn.Module, process: Process) -> None:
-    """With fsdp, divide `model`, which is on the meta device, among all processes, a few blocks at
-    a time, in place (FSDP2). These get their initial values just before, so that no process ever
+    """With fsdp, shard `model`, which is on the meta device, over all processes in place (FSDP2).
+    A few blocks at a time get their initial values and are then sharded, so that no process ever
     holds the whole model.
 
-    Products and a micro-batch's gradients are in the process's dtype, and gradients are summed in
-    float32. Raises UserError that names parameters without dimensions, which FSDP2 cannot divide,
-    and what has values of which only the model's code knows.
+    Matmuls and a micro-batch's gradients use the process's dtype; gradients are summed in float32.
+    Raises UserError that names scalar parameters, which FSDP2 cannot shard, and tensors whose
+    initial values are set in the model's code only.
     """
     if not process.shards_model:
         return
@@ -447,7 +447,7 @@ def shard(model: nn.Module, process: Process) -> None:
     scalars = [name for name, p in model.named_parameters() if p.dim() == 0]
     if scalars:
         raise UserError(
-            f"parallel=fsdp cannot divide {', '.join(scalars)}: parameters without dimensions; "
+            f"parallel=fsdp cannot shard the scalar parameters {', '.join(scalars)}: "
             "give them the shape (1,), or use parallel=ddp"
         )
     groups = exchange_groups(model)
@@ -460,8 +460,8 @@ def shard(model: nn.Module, process: Process) -> None:
     mesh = init_device_mesh(process.device.type, (process.world_size,))
     for modules in with_values(model, groups, process.device):
         fully_shard(modules, mesh=mesh, mp_policy=policy)
-        modules[0].set_gradient_divide_factor(1.0)  # a sum: losses are divided already
-        modules[0].set_force_sum_reduction_for_comms(True)  # gloo has no other
+        modules[0].set_gradient_divide_factor(1.0)  # sum: the losses are already divided
+        modules[0].set_force_sum_reduction_for_comms(True)  # gloo supports only sums
     garbage = [
         name for name, tensor in (*model.named_parameters(), *model.named_buffers())
         if tensor.is_floating_point() and bool(local_shards([tensor])[0].isnan().any())
@@ -470,11 +470,11 @@ def shard(model: nn.Module, process: Process) -> None:
         raise UserError(f"parallel=fsdp: no initial values for {', '.join(garbage)}; {REMEDY}")
 
 
-REMEDY = "set them in a reset_parameters() of their module, or use parallel=ddp"
+REMEDY = "set them in their module's reset_parameters(), or use parallel=ddp"
 
 
 def exchange_groups(model: nn.Module) -> list[list[nn.Module]]:
-    """The modules that fsdp exchanges together: a few blocks at a time, at last all else."""
+    """The groups of modules that fsdp communicates together: a few blocks each, the rest last."""
     blocks = repeated_blocks(model)
     largest = max((sum(p.numel() for p in block.parameters()) for block in blocks), default=0)
     n = blocks_per_exchange(len(blocks), largest)
@@ -484,8 +484,8 @@ def exchange_groups(model: nn.Module) -> list[list[nn.Module]]:
 def with_values(
     model: nn.Module, groups: list[list[nn.Module]], device: torch.device
 ) -> Iterator[list[nn.Module]]:
-    """The `groups` of a model on the meta device, one after the other, as soon as their tensors
-    are on `device` with their initial values."""
+    """Yield each of the `groups` of a model on the meta device, once its tensors are on `device`
+    with their initial values."""
     undrawn = list(getattr(model, "draws", ()))
     for modules in groups:
         for module in modules:
@@ -497,25 +497,25 @@ def with_values(
 
 
 def require_initial_values(model: nn.Module, groups: list[list[nn.Module]]) -> None:
-    """Raises UserError that names the tensors of a model on the meta device which groups share, or
-    which would not get the values that the model's code gives them.
+    """Raises UserError that names parameters that several groups share, or tensors of a model on
+    the meta device that would not get the initial values from the model's code.
 
-    What code does on the meta device leaves no trace there. So a model of the same kind with two
-    layers is built as without fsdp, with two seeds, and as with it. What does not depend on the
-    seed must be equal; what does must be drawn by `model.draw`, or have the same mean and standard
-    deviation.
+    The meta device stores no values. So this builds a two-layer model of the same class three
+    times: twice without fsdp, with two seeds, and once with it. Values that do not depend on the
+    seed must be equal. The others must be drawn by `model.draw`, or have the same mean and
+    standard deviation.
     """
     group_of = {id(module): i for i, modules in enumerate(groups[:-1]) for module in modules}
     places = {f"{name}.": group_of[id(module)]
               for name, module in model.named_modules(remove_duplicate=False)
               if id(module) in group_of}  # fmt: skip
-    used: dict[int, dict[int, str]] = {}  # by parameter: a name of it in each group
+    used: dict[int, dict[int, str]] = {}  # parameter's id: its name in each group
     for name, parameter in model.named_parameters(remove_duplicate=False):
         group = next((i for place, i in places.items() if name.startswith(place)), -1)
         used.setdefault(id(parameter), {})[group] = name
     shared = [" and ".join(names.values()) for names in used.values() if len(names) > 1]
     if shared:
-        raise UserError(f"parallel=fsdp cannot share {'; '.join(shared[:5])}: use parallel=ddp")
+        raise UserError(f"parallel=fsdp cannot tie {'; '.join(shared[:5])}: use parallel=ddp")
 
     config = model.config
     if is_dataclass(config) and hasattr(config, "n_layer"):
@@ -543,8 +543,8 @@ def require_initial_values(model: nn.Module, groups: list[list[nn.Module]]) -> N
 
 @torch.no_grad()
 def are_alike(found: Tensor, one: Tensor, other: Tensor, drawn: bool) -> bool:
-    """Whether initial values are those of two seeds, or for values that depend on the seed and are
-    not `drawn` by the model, whether they are spread alike."""
+    """Whether the `found` initial values equal those of `one` seed. Values that depend on the seed
+    and are not `drawn` by the model need only the same mean and standard deviation."""
     if drawn or torch.equal(one, other):
         return torch.equal(found, one)
     if found.shape != one.shape or one.numel() < 2:
@@ -557,8 +557,8 @@ def are_alike(found: Tensor, one: Tensor, other: Tensor, drawn: bool) -> bool:
 
 @torch.no_grad()
 def materialize(part: nn.Module, device: torch.device) -> None:
-    """Create the tensors of a part of a model that are on the meta device, on `device`, with the
-    values that their modules' reset_parameters() give, else NaN. Tied ones stay tied."""
+    """Create the meta tensors of a part of a model on `device`, with the values from their modules'
+    reset_parameters(), or NaN without one. Tied tensors stay tied."""
 
     def create(tensor: Tensor) -> Tensor:
         if not tensor.is_meta:
@@ -570,8 +570,8 @@ def materialize(part: nn.Module, device: torch.device) -> None:
     for module in part.modules():
         for name, parameter in module.named_parameters(recurse=False):
             tied.setdefault(id(parameter), []).append((module, name))
-    keep = [p for p in part.parameters()]  # or ids would be used again
-    for module in reversed(list(part.modules())):  # inner ones first
+    keep = [p for p in part.parameters()]  # or Python would reuse their ids
+    for module in reversed(list(part.modules())):  # inner modules first
         if any(p.is_meta for p in (*module.parameters(False), *module.buffers(False))):
             module._apply(create, recurse=False)
             if hasattr(module, "reset_parameters"):
@@ -583,27 +583,27 @@ def materialize(part: nn.Module, device: torch.device) -> None:
 
 
 def keep_gathered(model: nn.Module) -> None:
-    """Hold the weights of a divided model, once gathered, from forward to backward: a third of the
-    exchanges less, for memory of all its weights in `shard`'s dtype."""
+    """Keep a sharded model's gathered weights from forward to backward. This saves a third of the
+    communication, and takes memory for all weights in `shard`'s dtype."""
     for block in repeated_blocks(model):
         block.set_reshard_after_forward(False)
 
 
 def is_sharded(value: Any) -> bool:
-    """Whether `value` is a tensor that is divided among the processes (a DTensor)."""
+    """Whether `value` is a tensor that is sharded over the processes (a DTensor)."""
     return hasattr(value, "full_tensor")
 
 
 @torch.no_grad()
 def local_shards(tensors: list[Tensor]) -> list[Tensor]:
-    """This process's parts of tensors, in the same memory; all or none of them are sharded."""
+    """This process's shards of `tensors`, in the same memory. All or none must be sharded."""
     if not tensors or not is_sharded(tensors[0]):
         return tensors
     return [tensor.to_local() for tensor in tensors]
 
 
 def total_norm(tensors: list[Tensor]) -> Tensor:
-    """The 2-norm (scalar) of tensors together; all or none of them are sharded."""
+    """The 2-norm (scalar) of all tensors together. All or none must be sharded."""
     norm = torch.nn.utils.get_total_norm(local_shards(tensors))
     if is_sharded(tensors[0]):
         norm.square_()
@@ -613,8 +613,8 @@ def total_norm(tensors: list[Tensor]) -> Tensor:
 
 
 def gather_full(state: Any) -> Any:
-    """`state` with every sharded tensor whole on the first process's CPU, one after the other; the
-    other processes get None in their places."""
+    """`state` with every sharded tensor gathered on rank 0's CPU, one at a time. The other
+    processes get None instead."""
     if isinstance(state, dict):
         return {key: gather_full(value) for key, value in state.items()}
     if is_sharded(state):
@@ -624,8 +624,8 @@ def gather_full(state: Any) -> Any:
 
 
 def own_part(whole: Tensor, like: Tensor) -> Tensor:
-    """The rows of the tensor `whole` that are this process's of one that is sharded as `like` is;
-    no others are read, if `whole` is a mapped file's."""
+    """This process's rows of `whole`, if sharded like `like`. If `whole` is a memory-mapped file,
+    no other rows are read."""
     if not is_sharded(like):
         return whole
     first, n = own_rows(like)
@@ -633,7 +633,7 @@ def own_part(whole: Tensor, like: Tensor) -> Tensor:
 
 
 def own_rows(sharded: Tensor) -> tuple[int, int]:
-    """Which rows of a sharded tensor are this process's: the first, and how many."""
+    """This process's rows of a sharded tensor: the first, and how many."""
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     shape, offset = compute_local_shape_and_global_offset(
@@ -643,7 +643,7 @@ def own_rows(sharded: Tensor) -> tuple[int, int]:
 
 
 def shard_from_local(local: Tensor, like: Tensor) -> Tensor:
-    """This process's part of a tensor that is sharded as `like` is, as a part of it."""
+    """A tensor sharded like `like`, from this process's shard of it."""
     if not is_sharded(like):
         return local
     from torch.distributed.tensor import DTensor

@@ -1,15 +1,15 @@
-"""Matrix products in FP8: the linear layers in the blocks, forward and both products of backward.
+"""FP8 matmuls in the blocks' linear layers: the forward one and the two of the backward pass.
 
-A GPU with FP8 multiplies it at twice bfloat16's rate. e4m3, with three bits for the fraction
-and values up to 448, holds inputs and weights; e5m2, with a larger range, gradients (Micikevicius
-et al. 2022, "FP8 formats for deep learning"). Every tensor has one scale, by which it is divided so
-that its largest value is the largest of the format. It comes from the values themselves, so there
-is nothing to save for a resume. Weights stay in float32 and are cast in every forward pass.
+FP8 matmuls run at twice bfloat16's rate. Inputs and weights use e4m3, which has three bits for the
+fraction and values up to 448. Gradients use e5m2, which has a larger range (Micikevicius et al.
+2022, "FP8 formats for deep learning"). Every tensor is divided by one scale, which maps its largest
+value to the format's largest. The scale comes from the current values, so a checkpoint need not
+save it. Weights stay in float32 and are cast in every forward pass.
 
-Ada's and Hopper's FP8 kernels want both matrices contiguous along the dimension that is summed
-over. y = x W^T sums over the features of x, the gradient of x over those of y, the gradient of W
-over tokens: so backward transposes the weight, the gradient of y, and x. Casts are left to
-torch's compiler, which joins those of layers that share an input.
+The FP8 kernels of Ada and Hopper need both matrices contiguous along the dimension of the sum.
+y = x W^T sums over the features of x, the gradient of x over those of y, and the gradient of W over
+tokens. So the backward pass transposes the weight, the gradient of y, and x. torch's compiler does
+the casts, and fuses those of layers that share an input.
 """
 
 import os
@@ -23,17 +23,17 @@ from steady.kernels import runs_kernels, tl, triton
 from steady.recompute import repeated_blocks
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-MULTIPLE = 16  # FP8 kernels take matrices whose sides are multiples of this
-FAST_TERMS = 2**14  # longest sum accumulated fast: so a model learned as in bfloat16 (results.md)
+MULTIPLE = 16  # FP8 kernels need matrix sizes that are multiples of this
+FAST_TERMS = 2**14  # longest sum with fast accumulation: trains like bfloat16 (docs/results.md)
 TILE = 64  # rows and columns of a kernel's program
 
 
 def use_float8(model: nn.Module, process: Process) -> list[str]:
-    """Have the `nn.Linear` layers in the model's blocks multiply in FP8 when training, where their
-    sizes are multiples of 16. Layers of other kinds stay as they are. Decide before compiling.
+    """Let the `nn.Linear` layers in the model's blocks train with FP8 matmuls, if their sizes are
+    multiples of 16. Other layers stay as they are. Call this before compiling.
 
-    Returns the names of the layers. Raises UserError if the device or dtype has no FP8, or if there
-    is no such layer.
+    Returns the names of the layers. Raises UserError if the device or dtype does not support FP8,
+    or if there is no such layer.
     """
     device, dtype = process.device, str(process.dtype).removeprefix("torch.")
     if device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 9):
@@ -42,22 +42,22 @@ def use_float8(model: nn.Module, process: Process) -> list[str]:
             "use fp8=False"
         )
     if process.dtype != torch.bfloat16:
-        raise UserError(f"fp8=True goes with dtype=bfloat16, not {dtype}")
+        raise UserError(f"fp8=True needs dtype=bfloat16, not {dtype}")
     if torch.cuda.get_device_capability(device) == (9, 0):
-        # cuBLAS clears its workspace before a product; without one 1.5B takes 1% less (H200)
+        # cuBLAS clears its workspace before each matmul; 1.5B is 1% faster without one (H200)
         os.environ.setdefault("CUBLASLT_WORKSPACE_SIZE", "0")
     names = replace_layers(model)
     if not names:
         raise UserError(
-            f"fp8=True found no nn.Linear in the blocks with sizes that are multiples of "
+            f"fp8=True found no nn.Linear in the blocks whose sizes are multiples of "
             f"{MULTIPLE}: use fp8=False"
         )
     return names
 
 
 def replace_layers(model: nn.Module) -> list[str]:
-    """Make every fitting nn.Linear in the blocks a Float8Linear, in place: it keeps its parameters,
-    hooks and attributes. Returns their names."""
+    """Turn every suitable nn.Linear in the blocks into a Float8Linear, in place. It keeps its
+    parameters, hooks and attributes. Returns the names of the layers."""
     inside = {module for block in repeated_blocks(model) for module in block.modules()}
     names = []
     for name, layer in model.named_modules():
@@ -69,7 +69,7 @@ def replace_layers(model: nn.Module) -> list[str]:
 
 
 class Float8Linear(nn.Linear):
-    """nn.Linear whose products are in FP8 in training; evaluation uses the float32 weights."""
+    """nn.Linear with FP8 matmuls in training; evaluation uses the float32 weights."""
 
     def forward(self, x: Tensor) -> Tensor:
         rows = x.numel() // x.shape[-1]
@@ -81,7 +81,7 @@ class Float8Linear(nn.Linear):
 
 
 class _Float8Product(torch.autograd.Function):
-    """x (rows, in) @ weight.T (in, out) in bfloat16; the weight's gradient is in its dtype."""
+    """x (rows, in) @ weight.T (in, out) in bfloat16; the weight's gradient has its dtype."""
 
     @staticmethod
     def forward(ctx, x, weight):
@@ -105,8 +105,8 @@ class _Float8Product(torch.autograd.Function):
 
 
 def scale_of(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """What to divide x (rows, columns) by so that it fits into `dtype` (scalar, float32)."""
-    # each row's maximum first: compiled code finds that in the kernel that writes the row
+    """The scale by which to divide x (rows, columns) to fit into `dtype` (scalar, float32)."""
+    # each row's maximum first: the kernel that writes the row can compute it
     return x.abs().amax(dim=1).amax().float().clamp(min=1e-12) / torch.finfo(dtype).max
 
 
@@ -116,9 +116,9 @@ def cast(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def cast_for_backward(x: Tensor, scale: Tensor) -> Tensor:
-    """The same bytes as cast(x, scale, E4M3). Clamping changes nothing, but makes another
-    expression of it, so that torch's compiler keeps two conversions: ptxas before 13.3 miscompiles
-    one whose result is stored both plainly and transposed (F55)."""
+    """The same bytes as cast(x, scale, E4M3). The clamp changes no value, but it makes a different
+    expression, so that torch's compiler keeps two conversions: ptxas before 13.3 miscompiles a
+    conversion whose result is stored both plain and transposed (F55)."""
     largest = torch.finfo(E4M3).max
     return (x.float() * scale.reciprocal()).clamp(-largest, largest).to(E4M3)
 
@@ -127,10 +127,10 @@ def product(
     a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, dtype: torch.dtype = torch.bfloat16
 ) -> Tensor:
     """a (m, k) @ b (n, k).T, both in FP8, scaled back; returns (m, n) in `dtype`."""
-    if not a.is_cuda:  # torch's kernel for CPUs takes a second for a few million products
+    if not a.is_cuda:  # torch's CPU kernel takes a second for a few million multiplications
         return (a.float() @ b.float().T * (a_scale * b_scale)).to(dtype)
-    # Fast accumulation saves 2% of a step of 1.5B. On Hopper it keeps 14 bits of the sum so far, to
-    # which a small value then adds nothing: too few for sums over many tokens (F56).
+    # Fast accumulation saves 2% of a 1.5B step. On Hopper it keeps 14 bits of the running sum, so
+    # small values get lost: too few bits for sums over many tokens (F56).
     fast = a.shape[1] <= FAST_TERMS
     return torch._scaled_mm(a, b.T, a_scale, b_scale, out_dtype=dtype, use_fast_accum=fast)
 
@@ -154,8 +154,8 @@ if triton is not None:
 
     @triton.jit
     def _to_e5m2(x):
-        """x in e5m2, four values in a register, as PTX converts them: the result of Triton's own
-        conversion must not be stored both plainly and transposed (F55)."""
+        """x in e5m2, four values per register, converted in PTX: the result of Triton's own
+        conversion must not be stored both plain and transposed (F55)."""
         return tl.inline_asm_elementwise(
             """{
             .reg .b16 low, high;
@@ -166,7 +166,7 @@ if triton is not None:
             "=r,f,f,f,f", [x], dtype=tl.float8e5, is_pure=True, pack=4,
         )  # fmt: skip
 
-    # Compiled by torch, this would write column by column, at half the speed.
+    # torch.compile's version would write column by column, at half the speed.
     @triton.jit
     def _cast_and_transpose_kernel(x, scale, x8, x8_t, rows, columns, TILE: tl.constexpr):
         row = (tl.program_id(0) * TILE + tl.arange(0, TILE)[:, None]).to(tl.int64)

@@ -1,7 +1,7 @@
-"""Triton, and whether its kernels can be run; functions compiled where that works.
+"""Whether Triton kernels can run here, and compiled functions with an eager fallback.
 
-Before its first kernel Triton compiles a launcher in C. Where that fails, for want of a compiler
-perhaps (many containers have none), plain torch computes the same, in more time and memory.
+Before its first kernel, Triton compiles a launcher in C. If that fails (many containers have no C
+compiler), plain torch computes the same, but takes more time and memory.
 """
 
 import functools
@@ -19,17 +19,17 @@ except ImportError:
 
 
 def kernels_work() -> bool:
-    """Whether Triton's kernels run on the GPU here: a small one is tried, once."""
+    """Whether Triton kernels run on this GPU. Tries a small one, once."""
     return triton is not None and _small_kernel_works()
 
 
-# What torch.compiler.assume_constant_result does, which would import the compiler: torch.compile
-# asks, and does not trace into the answer.
+# Same as torch.compiler.assume_constant_result, but without importing the compiler: torch.compile
+# calls the function instead of tracing it.
 kernels_work._dynamo_marked_constant = True
 
 
 def runs_kernels(tensor: Tensor) -> bool:
-    """Whether Triton's kernels run where `tensor` lies."""
+    """Whether Triton kernels run on the device of `tensor`."""
     return tensor.is_cuda and kernels_work()
 
 
@@ -39,13 +39,13 @@ def _small_kernel_works() -> bool:
         x = torch.zeros(1, device="cuda")
         _add_one_kernel[(1,)](x)
         return x.item() == 1.0
-    except Exception:  # whatever a compiler may come to
+    except Exception:  # compilers raise all kinds of errors
         return False
 
 
 def compiled_if_possible(function: Callable, dynamic: bool = True) -> Callable:
-    """`function`, compiled for all shapes at once (`dynamic`) or each; as it is where that fails,
-    which is no reason to end a run. (Compiling fails before anything is computed.)"""
+    """`function`, compiled once for all shapes (`dynamic`) or once per shape. If compiling fails,
+    it runs eagerly, so that the run goes on. (Compiling fails before anything is computed.)"""
     compiled = torch.compile(function, dynamic=dynamic)
 
     def call(*arguments: Any) -> Any:

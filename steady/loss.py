@@ -1,12 +1,12 @@
-"""Cross-entropy of a linear head without ever holding the (B * T, vocab) logits.
+"""Cross-entropy of a linear head that never holds all (B * T, vocab) logits.
 
-At batch 64 x 1024 and GPT-2's vocabulary the logits take 6.1 GiB in bfloat16, and their gradient as
-much again. Here rows are taken a chunk at a time, and each chunk's gradient is computed in the
-forward pass, while its logits are there: the same three matrix products as the plain way, no
-recomputation, and memory for one chunk. Between the products a GPU runs one Triton kernel that
-replaces logits by their gradient in place; elsewhere plain torch does the same.
+With batch 64 x 1024 and GPT-2's vocabulary, the logits take 6.1 GiB in bfloat16, and their gradient
+takes as much again. So this works on one chunk of rows at a time, and computes the chunk's gradient
+in the forward pass while its logits are in memory. That takes the same three matmuls as the plain
+way, no recomputation, and memory for one chunk. On a GPU, a Triton kernel between the matmuls
+replaces the logits by their gradient in place; other devices use plain torch.
 
-N rows (B * T), C hidden size, V vocabulary.
+N: rows (B * T). C: hidden size. V: vocabulary size.
 """
 
 import math
@@ -21,7 +21,7 @@ CHUNK_ELEMENTS = 2**28  # logits held at a time: 512 MiB in bfloat16
 
 
 def compute_dtype(tensor: Tensor) -> torch.dtype:
-    """The dtype of matrix products of `tensor`: autocast's where it is on, else its own."""
+    """The dtype for matmuls of `tensor`: autocast's dtype if it is on, else the tensor's."""
     device = tensor.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else tensor.dtype
 
@@ -33,22 +33,21 @@ def linear_cross_entropy(
     chunk_elements: int = CHUNK_ELEMENTS,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """Mean of `cross_entropy(hidden @ weight.T + bias, targets)` over targets from 0 on:
-    negative ones do not count.
+    """Mean of `cross_entropy(hidden @ weight.T + bias, targets)`; negative targets are ignored.
 
     Args:
         hidden: (N, C). weight: (V, C). targets: (N,) int64.
         chunk_elements: logits to hold at a time; more is a little faster.
         bias: (V,) or None.
 
-    Returns a scalar in float32 (float64 for float64 inputs); 0 if no target counts. Matrix products
-    run in autocast's dtype when it is on, everything between them in float32.
+    Returns a scalar in float32 (float64 for float64 inputs); 0 if all targets are ignored. Matmuls
+    run in autocast's dtype if it is on, and everything between them in float32.
     """
     dtype = compute_dtype(hidden)
     rows, vocab_size = hidden.shape[0], weight.shape[0]
     n_chunks = math.ceil(rows * vocab_size / chunk_elements)
     chunk = math.ceil(rows / n_chunks)
-    if chunk > 1024:  # whole tiles of the matrix kernels; the last chunk may be smaller
+    if chunk > 1024:  # whole matmul tiles; the last chunk may be smaller
         chunk = math.ceil(chunk / 256) * 256
     if torch.is_grad_enabled():
         return _LinearCrossEntropy.apply(hidden, weight, targets, bias, dtype, chunk)
@@ -59,7 +58,7 @@ def linear_cross_entropy(
 
 
 class LinearCrossEntropy(nn.Module):
-    """`linear_cross_entropy` as a layer, so that it is compiled as the model's other layers are."""
+    """`linear_cross_entropy` as a layer, so that it is compiled like the model's other layers."""
 
     def forward(
         self, hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None = None
@@ -85,9 +84,9 @@ def _count(targets: Tensor) -> Tensor:
 
 
 def losses_and_gradient(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Cross-entropy of each row of logits (n, V), and its gradient by the logits.
+    """Cross-entropy of each row of logits (n, V), and its gradient with respect to the logits.
 
-    The gradient, softmax - one_hot, may take the logits' place.
+    The gradient, softmax - one_hot, may overwrite the logits.
     """
     if runs_kernels(logits) and logits.dtype != torch.float64:
         losses = torch.empty(logits.shape[0], device=logits.device, dtype=torch.float32)
@@ -97,7 +96,7 @@ def losses_and_gradient(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor
         )
         return losses, logits
     log_probs = _log_softmax(logits)
-    losses, gradient = _losses(log_probs, targets), log_probs.exp_()  # in their place
+    losses, gradient = _losses(log_probs, targets), log_probs.exp_()  # in place
     targets = targets[:, None]
     gradient.scatter_add_(1, targets.clamp(min=0), gradient.new_full(targets.shape, -1.0))
     return losses, gradient.masked_fill_(targets < 0, 0.0).to(logits.dtype)
@@ -107,7 +106,7 @@ if triton is not None:
 
     @triton.jit
     def _cross_entropy_kernel(logits, targets, losses, vocab_size, BLOCK: tl.constexpr):
-        """One program per row: a pass for the log-sum-exp, a pass that overwrites the logits."""
+        """One program per row: one pass for the log-sum-exp, one that overwrites the logits."""
         row = tl.program_id(0).to(tl.int64)
         logits += row * vocab_size
         target = tl.load(targets + row)
@@ -142,14 +141,14 @@ class _LinearCrossEntropy(torch.autograd.Function):
             total = total + losses.sum()
             grad_hidden.append(grad @ cast_weight)
             part = grad.T @ h
-            if grad_weight is None:  # a single chunk's has no digits that `dtype` would lose
+            if grad_weight is None:  # a single chunk needs no float32 sum
                 grad_weight = part if len(t) == len(targets) else part.to(_accumulator(dtype))
             else:
                 grad_weight += part
             if bias is not None:
                 part = grad.sum(dim=0, dtype=_accumulator(dtype))
                 grad_bias = part if grad_bias is None else grad_bias + part
-            del grad, part  # or, where this is not compiled, two chunks would be held at a time
+            del grad, part  # or eager mode would hold two chunks at a time
         count = _count(targets)
         ctx.save_for_backward(torch.cat(grad_hidden), grad_weight, grad_bias, count)
         ctx.dtypes = hidden.dtype, weight.dtype
@@ -158,8 +157,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad_loss):
-        # The division by the count waits until here, where it meets GradScaler's factor: on its own
-        # it would make small gradients underflow in float16.
+        # Divide by the count only here, together with GradScaler's factor: by itself the division
+        # would make small float16 gradients underflow.
         grad_hidden, grad_weight, grad_bias, count = ctx.saved_tensors
         scale = grad_loss / count
         hidden_dtype, weight_dtype = ctx.dtypes

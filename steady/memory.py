@@ -1,7 +1,7 @@
-"""What to do when a training step does not fit into memory: split the same batch further.
+"""If a training step does not fit into memory, split the same batch into smaller micro-batches.
 
-`fit` tries real steps. A rough estimate serves only where a step cannot be tried: before a model is
-built, and with fsdp, where a process that fails would leave the others waiting.
+`fit` tries real steps. A rough estimate is used only where trying is impossible: before the model
+is built, and with fsdp, where a process that fails would leave the others waiting.
 """
 
 import gc
@@ -19,33 +19,33 @@ from steady.compiling import Plan
 from steady.distributed import Process
 
 CHECKPOINTING = CHOICES["activation_checkpointing"]
-SAFE = 0.8  # share of the memory that a rough estimate may take where there is no second try
+SAFE = 0.8  # share of the memory that a rough estimate may use if there is no second try
 
 OUT_OF_MEMORY = "out of memory"
-# in the words of GPUs, their libraries, and CPUs
+# the messages of GPUs, their libraries, and CPUs
 OUT_OF_MEMORY_WORDS = "out of memory|ALLOC_FAILED|can't allocate memory|not enough memory|bad_alloc"
 
 
 class Split(NamedTuple):
-    """How the sequences of an iteration are computed."""
+    """A way to split an iteration into micro-batches."""
 
     batch_size: int
     activation_checkpointing: str
 
 
 class Fit(NamedTuple):
-    """A split that fits, the model that was run to find out, and what to tell the user."""
+    """A split that fits, the model that ran it, and a report for the user."""
 
     model: nn.Module
     batch_size: int
     activation_checkpointing: str
     report: str
-    flags_for_less: str  # the settings of the next smaller split; "" if there is none
+    flags_for_less: str  # flags for the next smaller split; "" if there is none
 
 
 def flags(split: Split, sequences: int, eval_sequences: int) -> str:
-    """The settings for `split`, with the same global batch of `sequences` and evaluations at least
-    as large."""
+    """The flags for `split`, with the same global batch of `sequences`, and evaluations that are at
+    least as large."""
     size, kind = split
     return (
         f"--batch_size={size} --gradient_accumulation_steps={sequences // size} "
@@ -54,9 +54,9 @@ def flags(split: Split, sequences: int, eval_sequences: int) -> str:
 
 
 def splits_to_try(wanted: Split, sequences: int) -> list[Split]:
-    """In which order to look for a split of a process's `sequences` that fits: micro-batches of
-    about half the size each time, divisors of `sequences`, then single sequences with more and more
-    activation checkpointing."""
+    """The splits of a process's `sequences` to try, in order. Micro-batches shrink to about half
+    each time (always a divisor of `sequences`), down to single sequences. Then activation
+    checkpointing increases."""
     size, kind = wanted
     sizes = [size]
     while sizes[-1] > 1:
@@ -67,10 +67,10 @@ def splits_to_try(wanted: Split, sequences: int) -> list[Split]:
 
 
 def rough_gib(config: dict[str, Any], tokens: int, kind: str, process: Process) -> float:
-    """What a step of so many tokens takes, by a rule of thumb for transformers that is right to
-    within a third: 12 n_layer n_embd^2 parameters of 16 bytes (weights, gradients and AdamW's two
-    moments; 4 to evaluate), and 34 bytes per token, layer and unit of width (Korthikanti et al.
-    2022)."""
+    """Rough memory of a step with `tokens` tokens, in GiB. This rule of thumb for transformers is
+    accurate to within a third: 12 n_layer n_embd^2 parameters of 16 bytes (weights, gradients and
+    AdamW's two moments; 4 bytes for evaluation), and 34 bytes per token, layer and unit of width
+    (Korthikanti et al. 2022)."""
     width, layers = config["n_embd"], config["n_layer"]
     parameters = 12 * layers * width**2 + config["vocab_size"] * width
     shards = process.world_size if process.shards_model else 1
@@ -81,9 +81,9 @@ def rough_gib(config: dict[str, Any], tokens: int, kind: str, process: Process) 
 
 
 def require_room(config: dict[str, Any], process: Process) -> None:
-    """Raises UserError for a model that is much too large for the machine; nothing is allocated.
+    """Raises UserError if the model is much too large for the machine. Allocates nothing.
 
-    config: the settings, with the sizes of the model.
+    config: the settings, including the model's sizes.
     """
     needed = rough_gib(config, config["block_size"], "block", process)
     machine_gib = hardware.machine_memory_gib(process.device)
@@ -99,16 +99,16 @@ def require_room(config: dict[str, Any], process: Process) -> None:
 def fit(
     trial: Callable[[int, str], nn.Module], config: dict[str, Any], process: Process, plan: Plan
 ) -> Fit:
-    """How to split the sequences of an iteration, the same way on all processes: as the settings
-    say if that fits, else the next split that does.
+    """Find a split of an iteration's sequences that fits, the same on all processes: the one in the
+    settings, or the next smaller one that fits.
 
     Args:
-        trial: runs a step with a batch size and a kind of activation checkpointing, exchanges
-            nothing with other processes (except for fsdp), and returns the model that it ran.
-        config: the settings, with the sizes of the model.
+        trial: runs a step with a batch size and a kind of activation checkpointing, without
+            communication (except for fsdp), and returns the model that it ran.
+        config: the settings, including the model's sizes.
 
-    Where compiled code fails, the same step runs uncompiled: an error of the model's own is then
-    raised from there, with its traceback. Raises UserError when nothing fits.
+    If compiled code fails, the same step runs again in eager mode. A bug in the model then raises
+    its error there, with a traceback. Raises UserError if nothing fits.
     """
     wanted = Split(config["batch_size"], config["activation_checkpointing"])
     per_process = config["batch_size"] * config["gradient_accumulation_steps"] // process.world_size
@@ -116,8 +116,8 @@ def fit(
         config["eval_iters"] * config["batch_size"])  # fmt: skip
     available_gib = distributed.all_reduce_min(hardware.available_memory_gib(process.device))
     splits, lines = splits_to_try(wanted, per_process), []
-    # where there is no second try, on a CPU, whose memory is given out before it is there, and
-    # where compiling what cannot fit would take time
+    # fsdp has no second try. On a GPU, skip only hopeless splits, to save the time to compile them.
+    # A CPU's system hands out memory that it does not have, so trying is not safe there.
     share = SAFE if process.shards_model else 2.0 if process.device.type == "cuda" else 1.0
     limit = share * distributed.all_reduce_min(hardware.machine_memory_gib(process.device))
 
@@ -136,19 +136,19 @@ def fit(
             if splits[0] != wanted:
                 lines.append(
                     f"out of memory: going on with {flags(splits[0], sequences, eval_sequences)}, "
-                    "the same global batch; these flags make it permanent"
+                    "the same global batch; pass these flags to start with this split next time"
                 )
             if plan.cuda_graphs:
                 lines.append(compiling.graphs_report())
             peak = hardware.peak_memory_gib(process.device)
             if peak is not None:
                 lines.append(f"memory {peak:.2f} of {available_gib:.2f} GiB in a trial step")
-            else:  # this device does not count
+            else:  # this device does not report its peak
                 tokens = splits[0].batch_size * config["block_size"]
                 peak = rough_gib(config, tokens, splits[0].activation_checkpointing, process)
             keep_gathered_if_there_is_room(model, peak, available_gib, process)
             gc.collect()
-            gc.freeze()  # to search what set-up has made for garbage would stall a step
+            gc.freeze()  # later collections skip the set-up's objects: scanning them stalls a step
             smaller = splits_to_try(splits[0], per_process)[1:2]
             less = flags(smaller[0], sequences, eval_sequences) if smaller else ""
             return Fit(model, *splits[0], "\n".join(lines), less)
@@ -159,15 +159,15 @@ def fit(
             plan.give_up(failure if broken else "it failed in another process")
             lines.append(
                 f"warning: not compiled, because compiling fails here: {plan.obstacle} "
-                "(TORCHDYNAMO_VERBOSE=1 shows all of it, --compile=False none)"
+                "(TORCHDYNAMO_VERBOSE=1 shows the whole error, --compile=False skips compiling)"
             )
         else:
             splits = splits[1:]
     if process.shards_model and tried > 1:
         raise UserError(
             f"out of memory with {tried} sequences: use "
-            f"--batch_size={tried // 2} with --gradient_accumulation_steps so much "
-            "larger, or --activation_checkpointing=block"
+            f"--batch_size={tried // 2} and raise --gradient_accumulation_steps to match, or use "
+            "--activation_checkpointing=block"
         )
     raise UserError(
         "out of memory even with one sequence and activation checkpointing: use a smaller "
@@ -178,21 +178,21 @@ def fit(
 def attempt(
     trial: Callable[[int, str], nn.Module], split: Split, process: Process, plan: Plan
 ) -> tuple[nn.Module | None, str]:
-    """The result of `trial(*split)`, or why it failed: OUT_OF_MEMORY, or a reason that may be the
-    compiler's. An error that cannot be the compiler's is raised."""
+    """The result of `trial(*split)`, or why it failed: OUT_OF_MEMORY, or an error that the compiler
+    may have caused. Raises errors that the compiler cannot have caused."""
     try:
         return trial(*split), ""
     except Exception as error:
         if is_out_of_memory(error):
             return None, OUT_OF_MEMORY
-        # with fsdp the other processes wait inside an exchange: there is no second try
+        # with fsdp the other processes wait in a collective, so there is no second try
         if not plan.compiled or process.shards_model:
             raise
         return None, compiling.why_not_compiled(error)
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that there is no memory left, on a GPU or a CPU."""
+    """Whether `error` means that a GPU or the CPU is out of memory."""
     if isinstance(error, RuntimeError):  # torch.OutOfMemoryError is one; libraries raise their own
         return bool(re.search(OUT_OF_MEMORY_WORDS, str(error)))
     return isinstance(error, MemoryError)
@@ -201,8 +201,8 @@ def is_out_of_memory(error: BaseException) -> bool:
 def keep_gathered_if_there_is_room(
     model: nn.Module, peak_gib: float, available_gib: float, process: Process
 ) -> None:
-    """With fsdp, hold the gathered weights from forward to backward if there is ample room for
-    them: a third of the exchanges less."""
+    """With fsdp, keep the gathered weights from forward to backward if there is ample memory: this
+    saves a third of the communication."""
     if not process.shards_model:
         return
     weights = sum(p.numel() for p in model.parameters()) * process.dtype.itemsize / 2**30
@@ -211,7 +211,7 @@ def keep_gathered_if_there_is_room(
 
 
 def release() -> None:
-    """Free what a failed attempt left: compiled code, CUDA graphs' pools, cached blocks."""
+    """Free what a failed attempt left behind: compiled code, CUDA graph pools, cached blocks."""
     torch._dynamo.reset()
     if torch.cuda.is_available():
         from torch._inductor import cudagraph_trees

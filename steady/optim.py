@@ -1,6 +1,6 @@
-"""AdamW and Muon, clipping, gradients that stay in place, and the learning-rate schedules.
+"""AdamW and Muon, gradient clipping, gradients for CUDA graphs, and learning-rate schedules.
 
-Any optimizer of torch's can take the place of ours.
+Any torch optimizer can replace ours.
 """
 
 import math
@@ -21,22 +21,22 @@ from steady.distributed import (
 from steady.kernels import compiled_if_possible
 from steady.recompute import repeated_blocks
 
-# at first, at last, and how many steps it rises for: more than a short run has (docs/choosing.md)
+# initial value, final value, and warm-up steps: more than a short run has (docs/choosing.md)
 MUON_MOMENTUM = 0.85, 0.95, 1500
-MUON_ELEMENTS = 2**26  # in matrices that are treated at once: bounds the memory for it
-IGNORE_SCALE = ("mps",)  # devices whose fused AdamW takes no notice of grad_scale and found_inf
+MUON_ELEMENTS = 2**26  # matrix elements per batched update: limits its memory
+IGNORE_SCALE = ("mps",)  # devices whose fused AdamW ignores grad_scale and found_inf
 
 
 class AdamW(torch.optim.AdamW):
     """torch's fused AdamW, which divides gradients by the clipping factor as it reads them.
 
-    On this process's shards where parameters are sharded (FSDP2): as plain tensors, since every
-    DTensor costs the host time.
+    It updates sharded parameters (FSDP2) through this process's shards, as plain tensors, since
+    every DTensor costs the host time.
     """
 
     def clip(self, divisor: Tensor, found_inf: Tensor) -> None:
-        """Divide the gradients by `divisor` in the next step, or with found_inf 1.0 change nothing.
-        (torch.amp.GradScaler uses these two attributes in the same way, and multiplies them in.)"""
+        """Divide the gradients by `divisor` in the next step, or skip the update if found_inf is
+        1.0. (torch.amp.GradScaler uses the same attributes, and multiplies its scale into ours.)"""
         self.grad_scale, self.found_inf = divisor, found_inf
 
     def _init_group(self, group: dict[str, Any], *lists: list[Tensor]) -> bool:
@@ -47,20 +47,20 @@ class AdamW(torch.optim.AdamW):
 
 
 class Stack(NamedTuple):
-    """n matrices of one shape, which Muon updates together; their states are slices of these."""
+    """n matrices of one shape that Muon updates together. Their states are slices of these."""
 
     parameters: list[nn.Parameter]
-    momentum: Tensor  # (n, rows, columns) that this process has
+    momentum: Tensor  # (n, rows, columns), this process's rows
     row_mean_square: Tensor  # (n, rows, 1)
-    head_dim: int  # rows that are made orthogonal on their own; 0: all of a matrix
+    head_dim: int  # rows per head, orthogonalised separately; 0: whole matrices
 
 
 class Muon(AdamW):
-    """Muon for the group that is marked `muon`, AdamW for the others (see muon.py).
+    """Muon for the group marked `muon`, AdamW for the others (see muon.py).
 
-    head_dims: of the parameters whose heads are made orthogonal one by one, the rows of a head.
+    head_dims: rows per head, for the parameters whose heads are orthogonalised separately.
 
-    Updates are made orthogonal in bfloat16 if the model computes in bfloat16, else in float32.
+    Updates are orthogonalised in bfloat16 if the model computes in bfloat16, else in float32.
     """
 
     @torch.no_grad()
@@ -75,17 +75,16 @@ class Muon(AdamW):
         super().__init__(groups, **settings)
         self.dtype = dtype if dtype == torch.bfloat16 else torch.float32
         self.add_momentum, self.scale_rows = muon.add_momentum, muon.scale_rows
-        if compiled and self.muon_group["params"][0].is_cuda:  # moves a third of the bytes
+        if compiled and self.muon_group["params"][0].is_cuda:  # a third of the memory traffic
             self.add_momentum = compiled_if_possible(muon.add_momentum)
             self.scale_rows = compiled_if_possible(muon.scale_rows)
         self.stacks = []
         for parameters, head_dim in stackable(self.muon_group["params"], head_dims):
             local = local_shards(parameters)
-            dtype = torch.promote_types(local[0].dtype, torch.float32)
-            momentum = torch.zeros(
-                (len(local), *local[0].shape), device=local[0].device, dtype=dtype
-            )
-            # the mean square of a row of an orthogonal matrix, so the average needs no warm-up
+            place = {"device": local[0].device}
+            place["dtype"] = torch.promote_types(local[0].dtype, torch.float32)
+            momentum = torch.zeros((len(local), *local[0].shape), **place)
+            # start with the value for an orthogonal matrix, so the average needs no warm-up
             rows, columns = parameters[0].shape
             row = torch.full_like(momentum[:, :, :1], 1.0 / max(head_dim or rows, columns))
             self.stacks.append(Stack(parameters, momentum, row, head_dim))
@@ -106,7 +105,7 @@ class Muon(AdamW):
     def step(self, closure: None = None) -> None:
         super().step()
         group, device = self.muon_group, self.stacks[0].momentum.device
-        # tensors, since code compiled for numbers would be compiled again for every new one
+        # tensors, because every new Python number would recompile the code
         lr, momentum, decay = torch.tensor(
             [group["lr"], group["momentum"], group["lr"] * group["weight_decay"]],
             dtype=self.stacks[0].momentum.dtype,
@@ -115,7 +114,7 @@ class Muon(AdamW):
         divisor = torch.ones_like(lr) if divisor is None else divisor
         usable = torch.ones_like(lr) if found_inf is None else 1.0 - found_inf.to(lr.dtype)
         for parameters, all_buffers, all_squares, head_dim in self.stacks:
-            # a matrix without a gradient is left alone, as by torch's optimizers
+            # skip matrices without a gradient, as torch's optimizers do
             present = [i for i, p in enumerate(parameters) if p.grad is not None]
             if not present:
                 continue
@@ -139,7 +138,7 @@ class Muon(AdamW):
 def stackable(
     parameters: list[nn.Parameter], head_dims: dict[nn.Parameter, int]
 ) -> Iterator[tuple[list[nn.Parameter], int]]:
-    """Parameters of one shape, as many as Muon updates at once, and the rows of a head or 0."""
+    """Yield parameters of one shape, as many as Muon updates at once, and rows per head or 0."""
     kinds: dict[tuple[torch.Size, int], list[nn.Parameter]] = {}
     for parameter in parameters:
         kinds.setdefault((parameter.shape, head_dims.get(parameter, 0)), []).append(parameter)
@@ -154,13 +153,13 @@ def build_optimizer(
     compiled: bool = False,
     dtype: torch.dtype = torch.float32,
 ) -> AdamW:
-    """AdamW, or Muon for the matrices in the blocks and AdamW for the rest, as `config` (train.py's
-    settings) says. Parameters with two dimensions or more decay, others (norms, scales) do not.
+    """AdamW, or Muon for the matrices in the blocks and AdamW for the rest. `config`: train.py's
+    settings. Parameters with two or more dimensions get weight decay; norms and scales do not.
 
-    compiled: whether Muon's elementwise work is compiled; dtype: of the model's matrix products.
+    compiled: whether to compile Muon's elementwise work; dtype: the dtype of the model's matmuls.
 
-    The state is allocated now and not at the first step, so that the memory left for a step is
-    known. Raises UserError if there is nothing for Muon, or nothing to train.
+    Allocates the state now and not at the first step, so that the memory left for a step is known.
+    Raises UserError if there is nothing for Muon, or nothing to train.
     """
     parameters = [p for p in model.parameters() if p.requires_grad]
     evaluates = config.get("eval_only", False)
@@ -201,7 +200,7 @@ def build_optimizer(
 
 
 def hidden_matrices(model: nn.Module) -> list[nn.Parameter]:
-    """The trained two-dimensional parameters in the model's blocks, except for embeddings."""
+    """The trainable two-dimensional parameters in the model's blocks, except for embeddings."""
     tables = {m.weight for m in model.modules() if isinstance(m, nn.Embedding)}
     found = {
         p: None
@@ -218,17 +217,17 @@ def all_parameters(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
 
 
 def kind_of(optimizer: torch.optim.Optimizer) -> str:
-    """The optimizer as checkpoints name it: adamw and muon are ours, others have torch's name."""
+    """The optimizer's name in checkpoints: adamw or muon for ours, torch's name for others."""
     return type(optimizer).__name__.lower() if isinstance(optimizer, AdamW) else (
         f"torch's {type(optimizer).__name__}")  # fmt: skip
 
 
 @torch.no_grad()
 def load_state(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
-    """Load a checkpoint's optimizer state; betas, weight decay and so on stay today's, but for
-    optimizers of others, whose load_state_dict takes all that was saved.
+    """Load a checkpoint's optimizer state. Ours keep the current betas, weight decay and so on;
+    for other optimizers, load_state_dict restores everything that was saved.
 
-    Raises UserError if it is of another optimizer, or of other parameters.
+    Raises UserError if the state belongs to another optimizer or to other parameters.
     """
     parameters, states = all_parameters(optimizer), saved.get("state", {})
     first = states.get(0) if isinstance(states.get(0), dict) else {}
@@ -237,7 +236,7 @@ def load_state(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
     if was != now and (states or "kind" in saved):
         raise UserError(f"it was trained with optimizer={was}, not {now}: continue with that one")
     if not isinstance(optimizer, AdamW):
-        # with what such an optimizer keeps in its groups (a step count, perhaps)
+        # such an optimizer may keep values in its groups, a step count for example
         settings = saved.get("param_groups") or optimizer.state_dict()["param_groups"]
         optimizer.load_state_dict({"state": states, "param_groups": settings})
         return
@@ -248,24 +247,24 @@ def load_state(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
         except (KeyError, TypeError, AttributeError):
             found = {}
         if found != {name: tensor.shape for name, tensor in state.items()}:
-            raise UserError(f"optimizer state of parameter {i} is missing or of another shape")
+            raise UserError(f"optimizer state of parameter {i} is missing or has the wrong shape")
         for name, tensor in state.items():
             if states[i][name].dtype != tensor.dtype:
-                raise UserError(f"optimizer state {name} of parameter {i} is of another dtype")
+                raise UserError(f"optimizer state {name} of parameter {i} has the wrong dtype")
             own = local_shards([tensor])[0].copy_(own_part(states[i][name], tensor))
             if name in ("step", "exp_avg_sq") and own.numel() and not own.min() >= 0:
                 raise UserError(f"optimizer state {name} of parameter {i} is negative or NaN")
     if len(states) != len(parameters):
-        raise UserError(f"optimizer state of {len(states)} parameters, not {len(parameters)}")
+        raise UserError(f"optimizer state for {len(states)} parameters, not {len(parameters)}")
 
 
 class StaticGradients:
-    """Gradients that stay in place from step to step, as CUDA graphs need (F01): the gradients that
-    a graph's backward returns lie in memory which its next replay overwrites. (Marking steps or
-    cloning activations, the usual advice, does not help.)
+    """Gradients that stay in place from step to step, as CUDA graphs need (F01): a graph's backward
+    pass returns gradients in memory that its next replay overwrites. (The usual advice, marking
+    steps or cloning activations, does not help.)
 
-    A parameter that never gets a gradient keeps None. One that has had a gradient keeps a tensor,
-    zero in steps without one.
+    A parameter that never gets a gradient keeps None. After its first gradient it keeps a tensor,
+    which is zero in steps without a gradient.
     """
 
     def __init__(self, parameters: list[nn.Parameter], enabled: bool):
@@ -280,18 +279,18 @@ class StaticGradients:
                 continue
             if own is None:
                 own = self.kept[parameter] = gradient.clone()
-            else:  # somebody has called zero_grad(), which sets gradients to None
+            else:  # zero_grad() has set the gradient to None
                 own.copy_(gradient)
             parameter.grad = own
 
 
 @torch.no_grad()
 def clip_gradients(optimizer: torch.optim.Optimizer, limit: float) -> Tensor:
-    """Scale the gradients down to a norm of `limit` (0: no limit); where they are not finite, let
-    the next step change nothing. Returns the norm before (scalar).
+    """Clip the gradients to a norm of `limit` (0: no limit). If they are not finite, the next step
+    changes nothing. Returns the norm before clipping (scalar).
 
-    Our optimizers do both as they read the gradients. For others, gradients are scaled here, or
-    removed, since a parameter without a gradient is left alone.
+    Our optimizers do both while they read the gradients. For others, this function scales the
+    gradients, or removes them: optimizers skip parameters without a gradient.
     """
     parameters = all_parameters(optimizer)
     gradients = [p.grad for p in parameters if p.grad is not None]
@@ -301,7 +300,7 @@ def clip_gradients(optimizer: torch.optim.Optimizer, limit: float) -> Tensor:
     divisor = (grad_norm / (limit or math.inf)).clamp(min=1.0)
     found_inf = (~grad_norm.isfinite()).float()
     if isinstance(optimizer, AdamW) and grad_norm.device.type not in IGNORE_SCALE:
-        optimizer.clip(divisor.float(), found_inf)  # float64 models too
+        optimizer.clip(divisor.float(), found_inf)  # float64 models need the cast
         return grad_norm
     for gradient in gradients:
         gradient.div_(divisor)
@@ -311,12 +310,12 @@ def clip_gradients(optimizer: torch.optim.Optimizer, limit: float) -> Tensor:
 
 
 def learning_rate_at(step: int, config: dict[str, Any]) -> float:
-    """The learning rate of step `step`: linear warm-up, then the schedule, then `min_lr`.
+    """The learning rate at step `step`: linear warm-up, then the schedule, then `min_lr`.
 
     The schedule ends at `lr_decay_iters`, or at `max_iters` if that is 0.
 
     cosine: half a cosine from the end of warm-up to the end (Loshchilov and Hutter 2017).
-    wsd: constant, then over the last `decay_fraction` of all steps down with 1 - sqrt(progress)
+    wsd: constant, then a decay as 1 - sqrt(progress) over the last `decay_fraction` of all steps
     (Haegele et al. 2024, "Scaling laws and compute-optimal training beyond fixed training
     durations").
     """
@@ -332,14 +331,14 @@ def learning_rate_at(step: int, config: dict[str, Any]) -> float:
         shape = 0.5 * (1.0 + math.cos(math.pi * (step - warmup) / (end - warmup)))
     else:
         start = decay_start(config)
-        assert start is not None, "a schedule without a formula here"
+        assert start is not None, "this schedule has no formula here"
         shape = 1.0 - math.sqrt((step - start) / (end - start)) if step > start else 1.0
     return floor + shape * (peak - floor)
 
 
 def schedule_note(config: dict[str, Any]) -> str | None:
-    """A line for a schedule that does not fit its run: the rate does not reach its peak, does not
-    come down to its end, or comes down long before the end. None if it fits."""
+    """A one-line note if the schedule does not fit the run: the learning rate never reaches its
+    peak, never reaches min_lr, or reaches it before the run ends. None if it fits."""
     peak, floor, warmup = (config[k] for k in ("learning_rate", "min_lr", "warmup_iters"))
     iterations, end = config["max_iters"], config["lr_decay_iters"]
     if not 0 < iterations or peak == floor:
@@ -347,7 +346,7 @@ def schedule_note(config: dict[str, Any]) -> str | None:
     if warmup >= iterations:
         reached = learning_rate_at(iterations - 1, config) / peak
         return (
-            f"note: warm-up takes {warmup} iterations, and the run has {iterations}: the learning "
+            f"note: warm-up takes {warmup} iterations, but the run has {iterations}: the learning "
             f"rate ends at {reached:.0%} of its peak; use --warmup_iters={iterations // 20}"
         )
     if not config["decay_lr"] or not end:
@@ -355,7 +354,7 @@ def schedule_note(config: dict[str, Any]) -> str | None:
     if end <= warmup:
         return (
             f"note: lr_decay_iters={end} is no later than the end of warm-up: the learning rate "
-            f"rises until iteration {warmup}, then it is min_lr={floor}"
+            f"rises until iteration {warmup}, then stays at min_lr={floor}"
         )
     if end < iterations:
         return (
@@ -365,7 +364,7 @@ def schedule_note(config: dict[str, Any]) -> str | None:
     if end > iterations:
         last = learning_rate_at(iterations, config)
         return (
-            f"note: lr_decay_iters={end} is later than the run's end: the learning rate ends at "
+            f"note: lr_decay_iters={end} is after the end of the run: the learning rate ends at "
             f"{last:.2e}, not at min_lr={floor}; --lr_decay_iters=0 makes the schedule as long as "
             "the run"
         )
@@ -373,8 +372,8 @@ def schedule_note(config: dict[str, Any]) -> str | None:
 
 
 def decay_start(config: dict[str, Any]) -> int | None:
-    """The step at which wsd's decay begins: a run can be prolonged from a state that is no later.
-    None for schedules that always fall, or never."""
+    """The step at which wsd's decay begins. Runs can be extended from checkpoints up to that step.
+    None for schedules that decay all the time, or never."""
     if config["lr_schedule"] != "wsd" or not config["decay_lr"]:
         return None
     end = config["lr_decay_iters"] or config["max_iters"]
@@ -382,7 +381,7 @@ def decay_start(config: dict[str, Any]) -> int | None:
 
 
 def set_schedule(optimizer: torch.optim.Optimizer, step: int, config: dict[str, Any]) -> float:
-    """Set `optimizer`'s learning rate, and Muon's momentum, for step `step`; returns the rate."""
+    """Set the learning rate and Muon's momentum for step `step`; returns the learning rate."""
     lr = learning_rate_at(step, config)
     first, last, steps = MUON_MOMENTUM
     for group in optimizer.param_groups:

@@ -1,8 +1,8 @@
-"""Activation checkpointing: what backward recomputes instead of keeping, to save memory.
+"""Activation checkpointing: save memory by recomputing activations in the backward pass.
 
-`block` keeps the input of every block and recomputes all of it in backward (Chen et al. 2016,
-"Training deep nets with sublinear memory cost"). `selective` keeps what attention returned too, the
-one part that is slow to recompute (Korthikanti et al. 2022).
+`block` keeps the input of every block and recomputes the block in the backward pass (Chen et al.
+2016, "Training deep nets with sublinear memory cost"). `selective` also keeps the attention output,
+the one part that is slow to recompute (Korthikanti et al. 2022).
 """
 
 import logging
@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.utils import checkpoint
 
-# What `selective` keeps: attention's kernels, and dropout, which must not be drawn a second time.
+# `selective` keeps the outputs of these: attention, and dropout, which must not be drawn twice.
 KEPT = frozenset((
     torch.ops.aten.native_dropout.default,
     torch.ops.aten._scaled_dot_product_cudnn_attention.default,
@@ -25,8 +25,8 @@ KEPT = frozenset((
 
 
 def repeated_blocks(model: nn.Module) -> list[nn.Module]:
-    """The layers that repeat: the entries of the model's nn.ModuleLists and nn.Sequentials, which
-    may be in an nn.ModuleDict (nanoGPT's `transformer`)."""
+    """The model's repeated layers: the entries of its nn.ModuleLists and nn.Sequentials, also
+    inside an nn.ModuleDict (nanoGPT's `transformer`)."""
     blocks: list[nn.Module] = []
     for child in model.children():
         if isinstance(child, nn.ModuleList | nn.Sequential):
@@ -37,17 +37,17 @@ def repeated_blocks(model: nn.Module) -> list[nn.Module]:
 
 
 def use_activation_checkpointing(model: nn.Module, kind: str) -> None:
-    """Have every block of `model` recompute as `kind` says: none, selective or block.
+    """Set the activation checkpointing of every block of `model`: none, selective or block.
 
-    Decide before compiling. A forward pass without gradients keeps nothing in any case.
+    Call this before compiling. A forward pass without gradients never keeps activations.
     """
-    # Compiling what is recomputed warns of in-place operations, whether there are any or not.
+    # Compiling recomputed code warns about in-place operations even if there are none.
     logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
     for block in repeated_blocks(model):
         if getattr(block.forward, "__func__", None) in (run_checkpointed, keep_attention):
             del block.forward  # undo an earlier call
-        # With dropout, `block` does what `selective` does: attention that is recomputed inside
-        # compiled code would draw from a generator that torch.manual_seed does not reach.
+        # With dropout, `block` acts like `selective`: compiled code that recomputes attention
+        # would draw from a generator that torch.manual_seed does not control.
         drops = any(isinstance(m, nn.Dropout) and m.p for m in block.modules())
         if kind == "block" and not drops:
             block.forward = MethodType(run_checkpointed, block)
@@ -56,13 +56,13 @@ def use_activation_checkpointing(model: nn.Module, kind: str) -> None:
 
 
 def keep_attention(block: nn.Module, *inputs: Any, **named: Any) -> Any:
-    """A block's forward pass, in backward recomputed around what attention returned."""
+    """A block's forward pass. The backward pass recomputes all but the attention output."""
     contexts = partial(checkpoint.create_selective_checkpoint_contexts, keep_or_recompute)
     return run_checkpointed(block, *inputs, context_fn=contexts, **named)
 
 
 def run_checkpointed(block: nn.Module, *inputs: Any, **named: Any) -> Any:
-    """A block's forward pass, recomputed in backward if there will be one."""
+    """A block's forward pass. If there is a backward pass, it recomputes the block."""
     forward = type(block).forward
     if not torch.is_grad_enabled():
         named.pop("context_fn", None)

@@ -394,8 +394,8 @@ WRONG_STATE = [
     ("optimizer", lambda state: state | {"state": {0: 1}}, "optimizer state of parameter 0"),
     ("optimizer", lambda state: state | {"state": without(state["state"], 1)}, "of parameter 1"),
     ("optimizer", lambda state: {"state": state["state"] | {2: reshaped(state["state"][2])}},
-     "optimizer state of parameter 2 is missing or of another shape"),
-    ("optimizer", lambda state: {"state": state["state"] | {999: {}}}, "state of 21 parameters"),
+     "optimizer state of parameter 2 is missing or has the wrong shape"),
+    ("optimizer", lambda state: {"state": state["state"] | {999: {}}}, "state for 21 parameters"),
     ("scaler", lambda state: {"scale": "x"}, "scaler must hold scale, growth_factor"),
 ]  # fmt: skip
 

@@ -210,7 +210,7 @@ DEFAULTS = resolve(read_settings(ROOT / "train.py"), [])
         ({"max_iters": 300, "decay_lr": False}, "ends at 15% of its peak"),
         ({"max_iters": 300, "lr_schedule": "wsd", "lr_decay_iters": 0}, "ends at 15% of its peak"),
         ({"max_iters": 9000, "lr_decay_iters": 5000}, "stays at min_lr=6e-05 from iteration 5000"),
-        ({"max_iters": 9000, "lr_decay_iters": 90000}, "is later than the run's end: .* not at "),
+        ({"max_iters": 9000, "lr_decay_iters": 90000}, "is after the end of the run: .* not at "),
         ({"max_iters": 9000, "lr_decay_iters": 1000}, "is no later than the end of warm-up"),
         ({"max_iters": 9000, "lr_decay_iters": 0}, None),
         ({"max_iters": 9000, "lr_decay_iters": 9000}, None),
@@ -398,11 +398,11 @@ CHANGES = {  # what a student's GPT.__init__ does, and what fsdp says of it
     "shifted": (lambda model: setattr(model, "final_norm", Shifted(16)), "final_norm.bias"),
     "tied across": (lambda model: setattr(
         model.blocks[2].mlp.up_proj, "weight", model.blocks[0].mlp.up_proj.weight),
-        "cannot share blocks.0.mlp.up_proj.weight and blocks.2.mlp.up_proj.weight: use"),
+        "cannot tie blocks.0.mlp.up_proj.weight and blocks.2.mlp.up_proj.weight: use"),
     "norm of a block": (lambda model: setattr(
-        model.final_norm, "weight", model.blocks[0].mlp_norm.weight), "cannot share"),
+        model.final_norm, "weight", model.blocks[0].mlp_norm.weight), "cannot tie"),
     "one mlp": (lambda model: setattr(model.blocks[1], "mlp", model.blocks[0].mlp),
-                "cannot share blocks.0.mlp.gate_proj.weight and blocks.1.mlp.gate_proj"),
+                "cannot tie blocks.0.mlp.gate_proj.weight and blocks.1.mlp.gate_proj"),
 }  # fmt: skip
 
 

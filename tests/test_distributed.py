@@ -309,16 +309,16 @@ def test_f27_accumulation_names_the_nearest_valid_values(
 def test_wrong_variables_without_torchrun_are_named(monkeypatch, variables):
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(ValueError, match="do not describe a process: start several with torchrun"):
+    with pytest.raises(ValueError, match="are incomplete or inconsistent: use torchrun"):
         distributed.this_process()
 
 
 def test_wrong_numbers_of_torchrun_are_named(monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "x")
-    with pytest.raises(ValueError, match="TORCHELASTIC_RESTART_COUNT=x is no number"):
+    with pytest.raises(ValueError, match="TORCHELASTIC_RESTART_COUNT=x is not a number"):
         distributed.restarts()
     monkeypatch.setenv("MASTER_PORT", "x")
-    with pytest.raises(ValueError, match="MASTER_PORT=x is no port"):
+    with pytest.raises(ValueError, match="MASTER_PORT=x is not a port"):
         config = {"backend": "gloo", "gradient_accumulation_steps": 2}
         distributed.start(Process(0, 0, 2), config)
 

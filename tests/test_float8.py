@@ -252,7 +252,7 @@ def test_f55_no_conversion_is_used_both_as_it_is_and_transposed(kind):
     [
         ("cpu", None, torch.bfloat16, {}, r"needs a GPU with FP8 units \(Ada, .*\), not cpu"),
         ("cuda", (8, 0), torch.bfloat16, {}, "needs a GPU with FP8 units"),
-        ("cuda", (9, 0), torch.float16, {}, "goes with dtype=bfloat16, not float16"),
+        ("cuda", (9, 0), torch.float16, {}, "needs dtype=bfloat16, not float16"),
         ("cuda", (9, 0), torch.bfloat16, {"n_embd": 40, "n_hidden": 72}, "found no nn.Linear"),
     ],
 )
