@@ -1,6 +1,6 @@
-"""What surrounds model.py and train.py. Importing this package changes nothing.
+"""The code around model.py and train.py. Importing this package has no side effects.
 
-`start_script()` is the first line of every script, before torch is imported.
+Every script calls `start_script()` first, before it imports torch.
 """
 
 import gc
@@ -13,13 +13,13 @@ from importlib import metadata
 
 MIN_TORCH = (2, 11)
 
-# Every torch so far reads the first name, the second only 2.10 and newer.
+# Every torch version reads the first name; only 2.10 and newer read the second.
 ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 
 
 def visible(text: str) -> str:
-    """`text` with its control characters, line feeds and tabs excepted, as escapes: a terminal
-    would obey them, and text from files may hold any."""
+    """Escape the control characters in `text`, except line feeds and tabs. A terminal would obey
+    them, and text from files may contain any."""
     if text.isprintable():
         return text
     return "".join(
@@ -28,9 +28,9 @@ def visible(text: str) -> str:
 
 
 class UserError(ValueError):
-    """A message to the user: it ends a script with one line and no traceback.
+    """An error for the user: it ends a script with one line and no traceback.
 
-    The line says what is wrong, the value, and what to do. All other errors keep their traceback.
+    The line names the problem, the value and the remedy. All other errors keep their traceback.
     """
 
     def __init__(self, message: str):
@@ -40,24 +40,24 @@ class UserError(ValueError):
 def start_script() -> None:
     """Set up the process. Call it before `import torch`.
 
-    Without expandable segments a GPU's memory fills with cached blocks of sizes that are no longer
-    needed, and CUDA reads the variable that turns them on only once, when it starts. A user's own
-    choice stays. Until configure() installs its handlers, Ctrl-C ends the script silently.
+    Without expandable segments, GPU memory fills up with cached blocks of sizes that are no longer
+    needed. CUDA reads the variable that enables them only once, at startup. A value set by the user
+    stays. Until configure() installs its handlers, Ctrl-C ends the script silently.
     """
     require_new_torch()
     if not any(name in os.environ for name in ALLOCATOR_VARIABLES):
         os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
     open_closed_streams()
-    # Importing torch and compiling make millions of objects that stay. By default Python searches
-    # for garbage after every 700 new ones, which takes a quarter of that time.
+    # Importing torch and compiling create millions of long-lived objects. Python's default, garbage
+    # collection after every 700 new ones, takes a quarter of that time.
     gc.set_threshold(50_000)
-    warnings.simplefilter("ignore", FutureWarning)  # torch's, of its own functions
+    warnings.simplefilter("ignore", FutureWarning)  # torch's warnings about its own code
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def require_new_torch() -> None:
-    """End the process if torch is too old. Reads its version without importing it."""
+    """Exit if torch is too old. Reads its version without importing it."""
     try:
         version = metadata.version("torch")
     except metadata.PackageNotFoundError:
@@ -71,13 +71,13 @@ def require_new_torch() -> None:
 
 
 def open_closed_streams() -> None:
-    """Point closed standard streams (`>&-`) at the null device. Otherwise the next file that is
-    opened, such as a checkpoint, gets the number 1 and everything that libraries print."""
+    """Point closed standard streams (`>&-`) at the null device. Otherwise the next open file, such
+    as a checkpoint, becomes descriptor 1 and receives everything that libraries print."""
     for number in range(3):
         try:
             os.fstat(number)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # gets the lowest free number: this one
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest free number: this one
     for name, number in (("stdout", 1), ("stderr", 2)):
         if getattr(sys, name) is None:  # Python found it closed
             setattr(sys, name, open(number, "w", encoding="utf-8", closefd=False))

@@ -1,8 +1,8 @@
-"""Checkpoints: written atomically, read without running any code they might hold.
+"""Checkpoints: written atomically, and loaded without running any code in them.
 
-`ckpt.pt` holds all that is needed to go on bit for bit, `before_decay.pt` the same from when the
-rate began to fall; `best.pt` only weights, configuration and tokenizer of the lowest validation
-loss.
+`ckpt.pt` holds everything needed to resume bit for bit. `before_decay.pt` holds the same from just
+before the learning rate began to decay. `best.pt` holds only the weights, configuration and
+tokenizer of the lowest validation loss.
 """
 
 from __future__ import annotations
@@ -50,19 +50,19 @@ from steady.output import shown, waiting
 from steady.tokenizer import TEMPLATES, Tokenizer, check_meta, from_meta
 
 MAX_ROPE_VALUES = 2**28  # 2 GiB of rotary tables
-THREADS = min(8, os.cpu_count() or 1)  # that write or read a checkpoint
-FORMAT = 1  # raised when a checkpoint's layout changes
+THREADS = min(8, os.cpu_count() or 1)  # for writing or reading a checkpoint
+FORMAT = 1  # increase it when the layout of a checkpoint changes
 
-WEIGHTS_ONLY = {  # what best.pt holds, and of which type
+WEIGHTS_ONLY = {  # the keys of best.pt and their types
     "model": dict, "model_config": dict, "tokenizer": dict, "iter_num": int, "best_val_loss": float,
 }  # fmt: skip
-EVERYTHING = WEIGHTS_ONLY | {  # what ckpt.pt holds
+EVERYTHING = WEIGHTS_ONLY | {  # the keys of ckpt.pt and their types
     "config": dict, "optimizer": dict, "scaler": dict, "sequences": int,
 }  # fmt: skip
 
 
 def as_saved(content: dict[str, Any]) -> dict[str, Any]:
-    """`content` with the state of a model, an optimizer or a scaler in its place."""
+    """Replace the models, optimizers and scalers in `content` with their state dicts."""
     saved = {}
     for key, value in content.items():
         saved[key] = dict(value.state_dict()) if hasattr(value, "state_dict") else value
@@ -78,19 +78,19 @@ def save(
     process: Process = ALONE,
     read_back: bool = True,
 ) -> None:
-    """Write `content` to `path`. A crash or a full disk at any point leaves the old file intact; so
-    does a disk that returns other bytes.
+    """Write `content` to `path`. A crash, a full disk or a disk that returns wrong bytes leaves the
+    old file intact.
 
-    torch.save writes the file without the tensors' data. Threads of all processes then write the
-    data, with fsdp every process its own rows, so none gathers them, and compare what the disk
-    returns with the checksums of what they wrote.
+    torch.save first writes the file without the tensors' data. Threads of all processes then write
+    the data, read it back and compare checksums. With fsdp every process writes its own rows, so no
+    process gathers them.
 
-    must_be_finite: names of weights, by default those of all parameters of a model.
-    process: with several, all of them must call it.
-    read_back: False saves half of the time, for a process that may be killed in 30 s (torchrun's
-    patience after SIGTERM): what the disk returns is then compared when the file is loaded.
+    must_be_finite: the names of the weights to check, by default all parameters of the model.
+    process: if there are several, all of them must call this.
+    read_back: False takes half the time, for a process that may be killed in 30 s (torchrun's limit
+    after SIGTERM). The checksums are then compared only when the file is loaded.
 
-    Raises UserError for weights that are not finite: they replace no good ones.
+    Raises UserError for weights that are not finite, so that they never replace good ones.
     """
     names = parameter_names(content.get("model")) if must_be_finite is None else must_be_finite
     content = {"format": FORMAT, "launch": distributed.launch()} | as_saved(content)
@@ -98,7 +98,7 @@ def save(
     finite = are_finite([w for w in weights if isinstance(w, Tensor) and w.is_floating_point()])
     if distributed.gather_objects(process, finite).count(False):
         raise UserError("its weights are not finite")
-    records: dict[tuple, tuple[Tensor, Tensor]] = {}  # a tensor, and one in its place, without data
+    records: dict[tuple, tuple[Tensor, Tensor]] = {}  # tensors, and stand-ins without data
     without_data = FakeTensorMode()
 
     def emptied(value: Any) -> Any:
@@ -133,7 +133,7 @@ def save(
         except OSError as error:
             if error.errno not in CANNOT:
                 raise
-            whole = distributed.gather_full(content)  # it can be written from its beginning only
+            whole = distributed.gather_full(content)  # the file system needs sequential writes
             on_first(lambda: write_whole(temporary, whole))
         if read_back:
             check = partial(check_sums, temporary, process.rank, process.world_size)
@@ -141,7 +141,7 @@ def save(
         on_first(lambda: put_in_place(temporary, path))
     except OSError as error:
         if error.errno and not error.filename:
-            error.filename = str(path)  # the system's error about a full disk names no file
+            error.filename = str(path)  # the error for a full disk names no file
         raise
     finally:
         if process.master:
@@ -157,10 +157,10 @@ def write_whole(path: Path, content: dict[str, Any]) -> None:
 def write_parts(
     path: Path, tensors: list[Tensor], offsets: list[int], process: Process
 ) -> list[tuple[int, int]]:
-    """Write this process's rows of sharded tensors, the first process also all others, at their
-    places in the file `path`; returns the checksums and sizes of what it wrote."""
+    """Write this process's rows of sharded tensors to their offsets in the file `path`. The first
+    process also writes all other tensors. Returns the checksum and size of each piece."""
     if torch.accelerator.is_available():
-        torch.accelerator.synchronize()  # threads have streams of their own
+        torch.accelerator.synchronize()  # each thread has its own stream
 
     def write(tensor: Tensor, offset: int) -> tuple[int, int]:
         part, first_row = distributed.local_shards([tensor])[0], 0
@@ -181,8 +181,8 @@ def write_parts(
 
 
 def write_sums(path: Path, sums: list[list[tuple[int, int]]]) -> None:
-    """Write the checksums of the tensors' data, whose parts have the `sums` (checksum, bytes) of
-    each process, into the directory of the zip archive `path`."""
+    """Write the checksums of the tensors' data into the directory of the zip archive `path`. `sums`
+    has the checksum and size of each process's piece of each tensor."""
     with zipfile.ZipFile(path) as archive:
         directory, parts = archive.start_dir, [part.filename for part in archive.infolist()]
     with open(path, "rb+") as file:
@@ -203,8 +203,8 @@ def write_sums(path: Path, sums: list[list[tuple[int, int]]]) -> None:
 
 
 def joined_crc(first: int, second: int, n_bytes: int) -> int:
-    """The CRC-32 of two pieces of data, from theirs and the length of the second (the method of
-    zlib's crc32_combine)."""
+    """Combine the CRC-32s of two consecutive pieces of data, where the second has `n_bytes` (the
+    method of zlib's crc32_combine)."""
     for k in range((8 * n_bytes).bit_length()):
         if first and 8 * n_bytes >> k & 1:
             first = times(appending_zeros(k), first)
@@ -213,7 +213,7 @@ def joined_crc(first: int, second: int, n_bytes: int) -> int:
 
 @cache
 def appending_zeros(k: int) -> list[int]:
-    """The matrix over GF(2) that makes the CRC-32 of data that of the data and 2**k zero bits."""
+    """The GF(2) matrix that updates a CRC-32 as if 2**k zero bits were appended to the data."""
     if k == 0:
         return [0xEDB88320] + [1 << i for i in range(31)]
     return [times(appending_zeros(k - 1), row) for row in appending_zeros(k - 1)]
@@ -227,30 +227,30 @@ def times(matrix: list[int], vector: int) -> int:
 
 
 def parameter_names(model: nn.Module | dict[str, Tensor] | None) -> list[str]:
-    """The names of a model's parameters, not of its buffers, which may hold anything."""
+    """The names of a model's parameters, without its buffers, which may hold anything."""
     if isinstance(model, nn.Module):
         return [name for name, _ in model.named_parameters()]
     return list(model or ())
 
 
 def are_finite(tensors: Collection[Tensor]) -> bool:
-    """Whether no value is NaN or infinite: then no tensor's sum is. Asks the device once."""
+    """Whether all values are finite: checks the sum of each tensor, with one device sync."""
     sums = [tensor.sum(dtype=torch.float32) for tensor in tensors]
     return not sums or bool(torch.stack(sums).isfinite().all())
 
 
 def check_sums(path: Path, first: int = 0, step: int = 1) -> None:
-    """Raises an error unless each part of the zip archive `path` has its checksum where torch.load
-    reads it, which does not look: a flipped bit is a wrong weight. torch maps the file's own bytes,
-    so parts that are compressed would be wrong weights too (F81). Several processes take every
-    `step`-th part each, from their `first` on."""
-    with open(path, "rb") as file:  # given the path, is_zipfile says False if it may not be read
+    """Raises an error unless the bytes that torch.load would read for each part of the zip archive
+    `path` match its checksum. torch.load itself does not check: a flipped bit becomes a wrong
+    weight. It maps the file's raw bytes, so a compressed part would give wrong weights too (F81).
+    With several processes, each checks every `step`-th part, starting at its `first`."""
+    with open(path, "rb") as file:  # given a path, is_zipfile hides a PermissionError
         if not zipfile.is_zipfile(file):
-            raise zipfile.BadZipFile("no complete zip archive")
+            raise zipfile.BadZipFile("not a complete zip archive")
         with zipfile.ZipFile(file) as archive:
             parts = archive.infolist()
             for part in parts:
-                archive.open(part).close()  # its name here and in the directory agree
+                archive.open(part).close()  # raises unless its name here is the directory's
         if len({part.filename for part in parts}) < len(parts):
             raise zipfile.BadZipFile("two parts have the same name")
     reader = torch._C.PyTorchFileReader(str(path))
@@ -264,12 +264,12 @@ def check_sums(path: Path, first: int = 0, step: int = 1) -> None:
         if part.compress_type != zipfile.ZIP_STORED:
             raise zipfile.BadZipFile(f"{part.filename} is compressed")
         found, left = 0, part.file_size
-        with open(path, "rb", buffering=0) as file:  # some file systems map nothing
+        with open(path, "rb", buffering=0) as file:  # some file systems cannot mmap
             file.seek(reader.get_record_offset(part.filename.partition("/")[2]))
             while left and (data := file.read(min(left, 2**24))):
                 found, left = zlib.crc32(data, found), left - len(data)
         if left or found != part.CRC:
-            raise zipfile.BadZipFile(f"{part.filename} does not have its checksum")
+            raise zipfile.BadZipFile(f"{part.filename} does not match its checksum")
 
     parts = parts[first::step]
     with ThreadPoolExecutor(THREADS) as pool:
@@ -285,15 +285,15 @@ def try_save(
     overwrite: bool = True,
     read_back: bool = True,
 ) -> bool:
-    """`save` what all processes hold together; every one of them must call it.
+    """`save` the state that all processes hold together; all of them must call this.
 
-    A save that fails does not end a run: it prints a warning and returns False on every process. If
-    it is the `last`, it then saves to the folder for temporary files.
+    A failed save does not end the run: it prints a warning and returns False on every process. If
+    it was the `last` save of the run, the state then goes to a temporary folder.
     """
     if not overwrite and distributed.any_process(path.exists()):
         return True
     began, names = time.perf_counter(), parameter_names(content.get("model"))
-    distributed.limit_waiting(process, 60)  # what one process writes, the others wait for
+    distributed.limit_waiting(process, 60)  # the others wait while one process writes
     content = as_saved(content)
     together = process.shards_model and distributed.on_one_machine()
     if not together:
@@ -310,7 +310,7 @@ def try_save(
             size, seconds = path.stat().st_size / 1e6, time.perf_counter() - began
             say(f"saved {path}: {size:,.1f} MB in {seconds:.1f} s")
     except Exception as error:
-        kept = ", the last good one is kept" if path.is_file() else ""
+        kept = " (the last good one is kept)" if path.is_file() else ""
         say(f"warning: {path} was not saved{kept}: {what_failed(error)}")
         failed = True
     failed = distributed.any_process(failed)
@@ -321,8 +321,8 @@ def try_save(
 
 
 def save_elsewhere(path: Path, write: Callable[[Path], None], process: Process) -> str:
-    """`write` in the folder for temporary files what cannot be saved at `path`; returns a
-    description of the result. Every process must call it."""
+    """Call `write` with a path in a temporary folder, because saving to `path` failed; returns a
+    description of the result. Every process must call this."""
     folder = None
     try:
         folder = distributed.on_rank0_first(process, lambda: Path(tempfile.mkdtemp(prefix="ckpt-")))
@@ -330,13 +330,13 @@ def save_elsewhere(path: Path, write: Callable[[Path], None], process: Process) 
     except Exception as error:
         if folder is not None and process.master:
             shutil.rmtree(folder, ignore_errors=True)
-        return f"warning: not in the folder for temporary files either: {what_failed(error)}"
-    return f"saved {folder / path.name} instead: to go on from it, move it to {path}"
+        return f"warning: it was not saved in the temporary folder either: {what_failed(error)}"
+    return f"saved {folder / path.name} instead: to resume from it, move it to {path}"
 
 
 def what_failed(error: Exception) -> str:
-    """In words: torch's writer says only that a position is not the one expected, and the system's
-    error is the one before it."""
+    """The reason in words. torch's writer reports only an unexpected position; the OSError that led
+    to it has the reason."""
     found = error
     while found is not None and not isinstance(found, OSError):
         found = found.__context__
@@ -344,22 +344,22 @@ def what_failed(error: Exception) -> str:
 
 
 def load_plain(path: Path) -> Any:
-    """Tensors and plain values, on the CPU; where there is anything else, pickle's error."""
+    """Load tensors and plain values to the CPU; anything else raises pickle's error."""
     try:
         return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except RuntimeError as error:
-        if "unable to mmap" not in str(error):  # some file systems map nothing
+        if "unable to mmap" not in str(error):  # some file systems cannot mmap
             raise
         return torch.load(path, map_location="cpu", weights_only=True)
 
 
 def begin_from(init_from: str, path: Path, process: Process) -> str:
-    """How to begin: "resume" where torchrun has restarted the processes of a launch that has saved
-    `path` before, else `init_from`. The first process decides for all. (With several machines
-    torchrun does not count all restarts.)"""
+    """Returns "resume" if torchrun has restarted the processes of a launch that has already saved
+    `path`, else `init_from`. The first process decides for all. (With several machines torchrun
+    does not count all restarts.)"""
 
     def decide() -> str:
-        with contextlib.suppress(Exception):  # missing or damaged: not of this launch
+        with contextlib.suppress(Exception):  # missing or damaged: not from this launch
             require_file(path)
             if load_plain(path)["launch"] == distributed.launch():
                 return "resume"
@@ -380,14 +380,14 @@ def iteration_of(path: Path) -> int:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """What `save` wrote to `path`, on the CPU. Tensors and plain values: nothing is executed.
+    """Load what `save` wrote to `path` to the CPU: only tensors and plain values, so no code runs.
 
-    Raises UserError when it is missing, damaged, or not one of ours.
+    Raises UserError if it is missing, damaged or not a steadyGPT checkpoint.
     """
     require_file(path)
     if not path.is_file():
         raise UserError(
-            f"no checkpoint at {path}: train first, or check --out_dir, and --ckpt, a file in it"
+            f"no checkpoint at {path}: train first, or check --out_dir and --ckpt (a file in it)"
         )
     try:
         check_sums(path)
@@ -401,24 +401,24 @@ def read(path: Path) -> dict[str, Any]:
     except (PermissionError, MemoryError):
         raise
     except RecursionError:
-        raise UserError(f"{path} is damaged: it holds lists in lists in lists") from None
-    except Exception as error:  # damage has many kinds
+        raise UserError(f"{path} is damaged: its lists are nested too deeply") from None
+    except Exception as error:  # damage raises many kinds of errors
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise UserError(f"{path} is damaged or not a checkpoint: {reason}") from None
     version = content.get("format") if isinstance(content, dict) else None
     if type(version) is not int or version != FORMAT:
         found = reprlib.repr(version) if isinstance(content, dict) else type(content).__name__
         raise UserError(
-            f"{path} is no steadyGPT checkpoint of format {FORMAT} (found {found}); "
-            "nanoGPT's cannot be resumed, its architecture differs"
+            f"{path} is not a steadyGPT checkpoint of format {FORMAT} (found {found}); "
+            "nanoGPT checkpoints cannot be resumed, their architecture differs"
         )
     return content
 
 
 def load(path: Path, kinds: dict[str, type] = WEIGHTS_ONLY) -> dict[str, Any]:
-    """`read` a checkpoint that holds all of `kinds`.
+    """`read` a checkpoint and check that it has all keys of `kinds`.
 
-    Raises UserError, which says what there is to go on from instead.
+    Raises UserError, which lists the other checkpoints that can be used instead.
     """
     try:
         content = read(path)
@@ -427,12 +427,12 @@ def load(path: Path, kinds: dict[str, type] = WEIGHTS_ONLY) -> dict[str, Any]:
             bad = kind is int and type(value) is int and not 0 <= value < 2**62
             if type(value) is not kind or bad or value != value:
                 found = f"is {reprlib.repr(value)}" if key in content else "is missing"
-                raise UserError(f"{path} is incomplete: {key} {found}, not a {kind.__name__}")
+                raise UserError(f"{path} is incomplete: {key} {found} (expected {kind.__name__})")
         check_tensors(content["model"], path)
         if kinds is EVERYTHING:
             check_optimizer(content, path)
         came_with = content.setdefault("pretrained", None)
-        if "pretrained_dtype" in content:  # before 2026-11-25
+        if "pretrained_dtype" in content:  # checkpoints from before 2026-11-25
             dtype = content["pretrained_dtype"]
             came_with = {"dtype": dtype} if isinstance(dtype, str) else dtype
             content["pretrained"] = came_with
@@ -445,7 +445,7 @@ def load(path: Path, kinds: dict[str, type] = WEIGHTS_ONLY) -> dict[str, Any]:
 
 
 def check_came_with(came_with: Any, source: str) -> None:
-    """Raises UserError unless `came_with` is what `Pretrained.came_with` (convert.py) may be."""
+    """Raises UserError unless `came_with` has the form of `Pretrained.came_with` (convert.py)."""
     kinds = {name: dict for name in ("config", "generation_config", "tokenizer_config",
                                      "special_tokens_map", TEMPLATES)}  # fmt: skip
     good = isinstance(came_with, dict) and all(
@@ -463,7 +463,7 @@ def check_came_with(came_with: Any, source: str) -> None:
         except (TypeError, ValueError, RecursionError):
             good = False
     if not good:
-        raise UserError(f"{source} is not what convert.py keeps: {reprlib.repr(came_with)}")
+        raise UserError(f"{source} is not what convert.py writes: {reprlib.repr(came_with)}")
     dtype = getattr(torch, str(came_with.get("dtype")), None)
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         found = reprlib.repr(came_with.get("dtype"))
@@ -471,25 +471,25 @@ def check_came_with(came_with: Any, source: str) -> None:
 
 
 def what_else(path: Path) -> str:
-    """Which other checkpoints there are to go on from, as the end of an error about `path`."""
+    """The end of an error message about `path`: the other checkpoints that can be used."""
     before = last_archived(path.parent)
     uses = {
         path.parent / "ckpt.pt": "--ckpt=ckpt.pt",
-        path.parent / "before_decay.pt": "copied to ckpt.pt, a run goes on from it",
+        path.parent / "before_decay.pt": "copy it to ckpt.pt to resume from it",
         path.parent / "best.pt": "weights only: for sample.py and convert.py",
-        before / "ckpt.pt": f"the run before: --out_dir={shlex.quote(str(before))}",
+        before / "ckpt.pt": f"the previous run: --out_dir={shlex.quote(str(before))}",
     }
     found = []
     for other, use in uses.items():
         if other != path and other.exists():
             with contextlib.suppress(ValueError, OSError):
                 found.append(f"{other} (iteration {read(other).get('iter_num')}, {use})")
-    return f"; good ones are {' and '.join(found)}" if found else ""
+    return f"; these are intact: {' and '.join(found)}" if found else ""
 
 
 def architecture(saved: dict[str, Any], kind: type[GPTConfig], path: Path) -> GPTConfig:
     """A checkpoint's model_config as a `kind`; raises UserError that names `path` and the key."""
-    settings = saved["model_config"]  # a setting that is newer than the checkpoint has its default
+    settings = saved["model_config"]  # settings newer than the checkpoint get their defaults
     unknown = settings.keys() - kind().settings().keys()
     try:
         if unknown:
@@ -497,10 +497,10 @@ def architecture(saved: dict[str, Any], kind: type[GPTConfig], path: Path) -> GP
         config = kind(**settings)
         if config.n_layer > len(saved["model"]) + 1000:
             raise UserError(
-                f"n_layer={config.n_layer}, but there are {len(saved['model'])} weights"
+                f"n_layer={config.n_layer}, but the file has {len(saved['model'])} weights"
             )
         if config.block_size * config.head_dim > max(MAX_ROPE_VALUES, path.stat().st_size):
-            raise UserError(f"block_size={config.block_size} is too large for what the file holds")
+            raise UserError(f"block_size={config.block_size} is too large for the size of the file")
         return config
     except UserError as error:
         raise UserError(f"{path}, model_config: {error}") from None
@@ -509,10 +509,10 @@ def architecture(saved: dict[str, Any], kind: type[GPTConfig], path: Path) -> GP
 def build(
     model: type[nn.Module], kind: type[GPTConfig], saved: dict[str, Any], path: Path
 ) -> nn.Module:
-    """The `model` that a checkpoint describes, with its weights. They are compared with the
-    description before anything is allocated.
+    """Build the `model` that a checkpoint describes and load its weights. Checks that the weights
+    fit the description before it allocates anything.
 
-    Raises UserError that names `path` and what does not fit.
+    Raises UserError that names `path` and the mismatch.
     """
     config = architecture(saved, kind, path)
     with torch.device("meta"):
@@ -533,8 +533,8 @@ def tokenizer_of(saved: dict[str, Any], path: Path) -> Tokenizer:
 
 
 def check_sizes(content: Any, path: Path) -> None:
-    """Raises an error unless the storage of every tensor is as long as its part of the file, which
-    check_sums has compared: torch takes the length that the pickle declares (F81)."""
+    """Raises an error unless every tensor's storage is as long as its part of the file. check_sums
+    has verified the part, but torch trusts the length in the pickle (F81)."""
     reader = torch._C.PyTorchFileReader(str(path))
     sizes = {reader.get_record_offset(name): size for name, size in record_sizes(path).items()}
     storages = [
@@ -543,10 +543,10 @@ def check_sizes(content: Any, path: Path) -> None:
         if t.layout == torch.strided and t.device.type == "cpu" and not t.is_nested
     ]
     held = {storage.data_ptr(): storage.nbytes() for storage in storages if storage.nbytes()}
-    if len(held) > 10**4:  # the search below would take long
-        raise zipfile.BadZipFile(f"it holds {len(held)} tensors")
+    if len(held) > 10**4:  # the search below would be slow
+        raise zipfile.BadZipFile(f"it has too many tensors ({len(held)})")
     lowest = min(held, default=0)
-    # where the file is mapped; nowhere if it was read, part by part
+    # possible addresses of the mapped file; none if it was read part by part
     bases = [lowest - offset for offset in sizes]
     bases = [base for base in bases if all(pointer - base in sizes for pointer in held)]
     if bases and not any(
@@ -556,8 +556,8 @@ def check_sizes(content: Any, path: Path) -> None:
 
 
 def tensors_in(content: Any) -> list[Tensor]:
-    """All tensors in plain containers; each container is looked at once, however often it is in
-    others."""
+    """All tensors in nested plain containers. Visits each container once, even if several others
+    contain it."""
     found, seen, left = [], set(), [content]
     while left:
         value = left.pop()
@@ -570,13 +570,13 @@ def tensors_in(content: Any) -> list[Tensor]:
 
 
 def record_sizes(path: Path) -> dict[str, int]:
-    """The bytes of each part of a file of torch.save."""
+    """The size in bytes of each part of a file that torch.save wrote."""
     with zipfile.ZipFile(path) as archive:
         return {p.filename.partition("/")[2]: p.file_size for p in archive.infolist()}
 
 
 def check_optimizer(saved: dict[str, Any], path: Path) -> None:
-    """Raises UserError unless the optimizer's state has the form that ours and torch's have."""
+    """Raises UserError unless the optimizer's state has the form of torch's optimizers and ours."""
     optimizer, ids = saved["optimizer"], saved.get("data_ids", {})
     states = optimizer.get("state", {})
     if (
@@ -584,37 +584,37 @@ def check_optimizer(saved: dict[str, Any], path: Path) -> None:
         or not isinstance(optimizer.get("kind", ""), str)
         or not isinstance(ids, dict)
     ):
-        raise UserError(f"{path} cannot be resumed: its optimizer or data_ids has another form")
+        raise UserError(f"{path} cannot be resumed: its optimizer or data_ids is malformed")
     for i, state in states.items():
-        state = state if isinstance(state, dict) else {}  # load_state names it
+        state = state if isinstance(state, dict) else {}  # load_state reports it
         check_tensors({f"state {i}, {name}": tensor for name, tensor in state.items()}, path)
 
 
 def check_tensors(tensors: dict[str, Any], path: Path) -> None:
-    """Raises UserError unless all of `tensors` hold numbers of their own: one in a sparse layout,
-    without storage, or whose strides repeat a few values has any size it likes."""
+    """Raises UserError unless all of `tensors` have their data in the file. A sparse tensor, one
+    without storage, or one whose strides repeat a few values can claim any size."""
     declared = 0
     for name, tensor in tensors.items():
         if not isinstance(tensor, Tensor):
-            continue  # check_weights names it
+            continue  # check_weights reports it
         plain = tensor.layout == torch.strided and tensor.device.type == "cpu"
         if tensor.is_nested:
-            raise UserError(f"{path}: {shown(str(name))} is no dense tensor of numbers (nested)")
+            raise UserError(f"{path}: {shown(str(name))} is not a dense numeric tensor (nested)")
         if not plain or tensor.is_quantized or tensor.is_complex():
             found = "complex" if plain and tensor.is_complex() else str(tensor.layout)
             found = found if tensor.device.type == "cpu" else f"on the {tensor.device} device"
-            raise UserError(f"{path}: {shown(str(name))} is no dense tensor of numbers ({found})")
+            raise UserError(f"{path}: {shown(str(name))} is not a dense numeric tensor ({found})")
         size = tensor.numel() * tensor.element_size()
         if size > tensor.untyped_storage().nbytes():
-            raise UserError(f"{path}: {shown(str(name))} is larger than what the file holds of it")
+            raise UserError(f"{path}: {shown(str(name))} is larger than its data in the file")
         declared += size
     if declared > 2 * path.stat().st_size:  # tied weights share their storage
-        raise UserError(f"{path} declares {declared} bytes of weights, more than it has")
+        raise UserError(f"{path} declares {declared} bytes of weights, more than the file has")
 
 
 def check_weights(weights: dict[str, Tensor], model: nn.Module, complaint: str) -> None:
-    """Raises UserError that begins with `complaint` and names the tensors in which weights and
-    `model` differ."""
+    """Raises UserError if `weights` do not match `model`. The message begins with `complaint` and
+    lists the tensors that differ."""
     expected = model.state_dict()
     differing = sorted(map(str, weights.keys() ^ expected.keys())) or [
         name
@@ -640,8 +640,8 @@ def check_finite(weights: dict[str, Tensor], path: Path) -> None:
 
 @torch.no_grad()
 def load_weights(model: nn.Module, weights: dict[str, Tensor], path: Path) -> None:
-    """Load into `model` what `path` held, with fsdp only this process's part; raises UserError if
-    that is another model's, or not finite."""
+    """Load the weights from `path` into `model`, with fsdp only this process's part. Raises
+    UserError if they are another model's or not finite."""
     check_weights(weights, model, f"{path} does not fit its own model_config in")
     own = {}
     for name, tensor in model.state_dict().items():
@@ -657,18 +657,18 @@ def find(out_dir: Path, name: str = "") -> Path:
 
 
 class Start(NamedTuple):
-    """What a run begins with: an architecture, and unless it is new, all that goes with it."""
+    """The starting point of a run: an architecture and, if it is not new, its saved state."""
 
     model_config: dict[str, Any]  # GPTConfig's arguments
     weights: dict[str, Tensor] | None = None
-    pretrained: dict[str, Any] | None = None  # what the weights came with, for exports
+    pretrained: dict[str, Any] | None = None  # metadata of pretrained weights, for exports
     iter_num: int = 0
     best_val_loss: float = math.inf
-    sequences: int = 0  # drawn from the training data so far
+    sequences: int = 0  # number drawn from the training data so far
     optimizer: dict[str, Any] | None = None
     scaler: dict[str, Any] | None = None
-    outdated: tuple[str, ...] = FILES  # of the run's folder, which are of another run
-    source: Path = Path()  # of all this, for messages
+    outdated: tuple[str, ...] = FILES  # files in the folder from another run
+    source: Path = Path()  # where all this comes from, for messages
 
     def load_weights(self, model: nn.Module) -> None:
         """Load the weights into `model`, if there are any; raises UserError if they do not fit."""
@@ -678,18 +678,18 @@ class Start(NamedTuple):
     def load_optimizer(
         self, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler
     ) -> None:
-        """Load the states of an optimizer and of a scaler for float16, if there are any; raises
-        UserError if either is not what it should be."""
+        """Load the states of the optimizer and of the float16 scaler, if there are any; raises
+        UserError if either is invalid."""
         if self.optimizer is None:
             return
         try:
             load_state(optimizer, self.optimizer)
-            if scaler.is_enabled() and self.scaler:  # empty after float32: a new one begins
+            if scaler.is_enabled() and self.scaler:  # empty after float32: keep the new one
                 expected = scaler.state_dict()
                 if {k: type(v) for k, v in self.scaler.items()} != {
                     k: type(v) for k, v in expected.items()
                 }:
-                    raise UserError(f"scaler must hold {', '.join(expected)}")
+                    raise UserError(f"scaler must contain {', '.join(expected)}")
                 scaler.load_state_dict(self.scaler)
         except UserError as error:
             raise UserError(f"{self.source} cannot be resumed: {error}") from None
@@ -698,12 +698,12 @@ class Start(NamedTuple):
 def resume(
     path: Path, asked: GPTConfig, data: DataSet, config: dict[str, Any], process: Process
 ) -> Start:
-    """Where the run that wrote `path` was.
+    """The state of the run that wrote `path`.
 
     Args:
-        asked: the architecture that the settings ask for. It must be the checkpoint's, except for
-            dropout; where it once came with pretrained weights, it still does.
-        data: its tokenizer must be the checkpoint's. A best loss measured on other windows is
+        asked: the architecture from the settings. It must match the checkpoint's, except for
+            dropout. A run from pretrained weights keeps their architecture.
+        data: it must have the checkpoint's tokenizer. A best loss measured on other windows is
             discarded.
         config: train.py's settings.
     """
@@ -717,17 +717,17 @@ def resume(
     )
 
     def decide() -> tuple[float, list[str]]:
-        """The best loss so far, and the files in the folder that are not of this run."""
+        """The best loss so far, and the files in the folder that belong to another run."""
         best_val_loss, notes = what_changed(saved, data, config, process.dtype, path)
         now, outdated = saved["iter_num"], []
         is_later = iteration_of(path.with_name("best.pt")) > now
         if is_later or best_val_loss != saved["best_val_loss"]:
             outdated.append("best.pt")
-        if is_later:  # it has replaced the one that `saved` knows
+        if is_later:  # it has replaced the one that had `saved`'s best loss
             best_val_loss = math.inf
         if iteration_of(path.with_name("before_decay.pt")) >= now:
             outdated.append("before_decay.pt")
-        print(f"going on from {path} at iteration {now}")
+        print(f"resuming from {path} at iteration {now}")
         for note in notes:
             print(f"note: {note}")
         return best_val_loss, outdated
@@ -750,8 +750,8 @@ def resume(
 def what_changed(
     saved: dict[str, Any], data: DataSet, config: dict[str, Any], dtype: torch.dtype, path: Path
 ) -> tuple[float, list[str]]:
-    """The loss that is the best so far in a run that goes on from `saved`, and what a user may not
-    have meant to change."""
+    """The best loss so far for a run that resumes from `saved`, and notes about changes that the
+    user may not have intended."""
     before = config | {
         name: value for name, value in saved["config"].items()
         if type(value) is type(config.get(name))
@@ -760,46 +760,44 @@ def what_changed(
     best_val_loss, notes = saved["best_val_loss"], []
     others = [name for name, was in saved.get("data_ids", {}).items() if data.ids.get(name) != was]
     if "train.bin" in others:
-        notes.append("train.bin is not the one of the checkpoint: the run reads other text now")
+        notes.append("train.bin has changed since the checkpoint: the run now trains on other text")
     evaluated, was_evaluated = (c["eval_iters"] * c["batch_size"] for c in (config, before))
     if "val.bin" in others or evaluated != was_evaluated:
         best_val_loss = math.inf
-        what = "val.bin is not the one" if "val.bin" in others else (
-            f"evaluations of {evaluated} sequences (eval_iters x batch_size) are not those"
+        what = "val.bin has changed since the checkpoint" if "val.bin" in others else (
+            f"evaluations now use {evaluated} sequences (eval_iters x batch_size)"
         )  # fmt: skip
-        notes.append(f"{what} of the checkpoint: its best loss does not count")
+        notes.append(f"{what}: the best loss so far is discarded")
     was, now = (str(d).removeprefix("torch.") for d in (saved.get("dtype", dtype), dtype))
     if was != now:
-        notes.append(f"computed in {was} before, in {now} from here on: --dtype={was} keeps it")
+        notes.append(f"the dtype changes from {was} to {now}: --dtype={was} keeps the old one")
     if config["max_iters"] <= saved["iter_num"] and not config["eval_only"]:
         notes.append(
-            f"the checkpoint is of iteration {saved['iter_num']} and max_iters="
-            f"{config['max_iters']}: nothing is left to train, a larger --max_iters goes on"
+            f"the checkpoint is at iteration {saved['iter_num']} and max_iters="
+            f"{config['max_iters']}: nothing is left to train, continue with a larger --max_iters"
         )
     seed, was_seed = config["seed"], before["seed"]
     if seed != was_seed:
-        notes.append(f"seed={seed} reads the data in another order: --seed={was_seed} keeps it")
+        notes.append(f"seed={seed} changes the data order: --seed={was_seed} keeps the old one")
     rate = learning_rate_at(saved["iter_num"], config)
-    was_rate = learning_rate_at(max(0, saved["iter_num"] - 1), before)  # the last step's
+    was_rate = learning_rate_at(max(0, saved["iter_num"] - 1), before)  # at the last step
     start, stable = decay_start(before), path.with_name("before_decay.pt")
     if start is not None and start < saved["iter_num"] < config["max_iters"] and rate > was_rate:
-        note = (
-            f"the learning rate rises from {was_rate:.2e} to {rate:.2e} after its decay had begun"
-        )
+        note = f"the learning rate rises from {was_rate:.2e} to {rate:.2e} after its decay began"
         if 0 <= (n := iteration_of(stable)) <= start:
-            note += f"; {stable} (iteration {n}) is from before it"
+            note += f"; {stable} (iteration {n}) is from before the decay"
         notes.append(note)
     return best_val_loss, notes
 
 
 def check_same_model(saved: dict[str, Any], current: dict[str, Any], path: Path) -> None:
-    """Raises UserError that names all in which two models differ, but for dropout; where the
-    tokenizers differ, only that, since it is the data set's and no setting."""
+    """Raises UserError that lists all differences between two models except dropout. If the
+    tokenizers differ it lists only that, because the data set determines it, not a setting."""
     differing = [key for key in current if key != "dropout" and saved.get(key) != current[key]]
     if "tokenizer" in differing:
         raise UserError(
-            f"cannot resume {path}: its data set has another tokenizer; use the --dataset that it "
-            "was trained on, or another --out_dir"
+            f"cannot resume {path}: the data set has another tokenizer; use the --dataset that "
+            "it was trained on, or another --out_dir"
         )
     if differing:
         listed = ", ".join(

@@ -1,5 +1,5 @@
-"""The folder of a run, or of a data set that is prepared: one process at a time writes to it, and
-files appear there only when whole."""
+"""The folder of a run, or of a data set in preparation. Only one process at a time writes to it,
+and files appear there only once they are complete."""
 
 import contextlib
 import errno
@@ -24,35 +24,34 @@ except ImportError:  # Windows
 
 FILES = ("ckpt.pt", "before_decay.pt", "best.pt", "metrics.jsonl")
 
-# what limited file systems say to what they cannot do
+# errors of file systems that do not support an operation
 CANNOT = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EPERM, errno.ENOTTY)
 
-KEPT_ARCHIVES = 2  # previous runs in a folder
-MARK = ".archived"  # in the folders that were made for them
+KEPT_ARCHIVES = 2  # archived runs in a folder
+MARK = ".archived"  # marks the folders that we created for them
 
-# folders that are claimed: each one's locked file, and itself, open until the process ends
+# descriptors of each claimed folder's lock file and of the folder, open until the process ends
 held: dict[Path, tuple[int, int]] = {}
 
 
 def claim(out_dir: Path) -> None:
-    """Create `out_dir` and lock it for this process, until that has ended.
+    """Create `out_dir` and lock it until this process ends.
 
-    The lock is the system's, so that a process that is killed leaves none behind, and belongs to
-    the process alone: what it has started, and may outlive it, does not hold it. (flock's would be
-    theirs too.)
+    The lock is an fcntl file lock: a killed process leaves no lock behind, and child processes that
+    outlive this one do not hold it. (With flock they would.)
 
-    Raises UserError if nothing can be written there, or if another run does. From here on printing
-    never raises: what is begun must not end because nobody reads on.
+    Raises UserError if the folder is not writable, or if another run is writing there. From here on
+    printing never raises: a run must not end because nobody reads its output.
     """
     outlive_readers()
     try:
-        os.fsencode(out_dir).decode("utf-8")  # as torch.load wants it to be
+        os.fsencode(out_dir).decode("utf-8")  # torch.load needs UTF-8
     except UnicodeDecodeError:
         raise UserError(f"{str(out_dir)!r} is not UTF-8: use another name") from None
     try:
         out_dir.mkdir(parents=True, exist_ok=True)
-        if out_dir.name.startswith(".") and out_dir.is_symlink():  # .shards of a stranger's folder
-            raise OSError(errno.ELOOP, "it is a link, which is not followed")
+        if out_dir.name.startswith(".") and out_dir.is_symlink():  # .shards in another's folder
+            raise OSError(errno.ELOOP, "it is a symbolic link (not followed)")
         with tempfile.TemporaryFile(dir=out_dir):
             pass
     except OSError as error:
@@ -64,17 +63,17 @@ def claim(out_dir: Path) -> None:
     except OSError as error:
         reason = f"{error.strerror} (if no run is writing there, delete it)"
         if error.errno == errno.ELOOP:
-            reason = "it is a link, which is not followed"
+            reason = "it is a symbolic link (not followed)"
         raise UserError(f"cannot write to {out_dir / '.lock'}: {reason}") from None
     found = os.fstat(lock)
     if not stat.S_ISREG(found.st_mode) or found.st_nlink > 1:
         os.close(lock)
-        raise UserError(f"{out_dir / '.lock'} is another file's name or no file: delete it")
-    with contextlib.suppress(OSError):  # whoever may write to the folder may lock it (F74)
+        raise UserError(f"{out_dir / '.lock'} is a hard link or not a regular file: delete it")
+    with contextlib.suppress(OSError):  # anyone who can write to the folder can lock it (F74)
         os.fchmod(lock, 0o600 | os.stat(out_dir).st_mode & 0o066)
     try:
         if fcntl is None:
-            raise OSError(errno.ENOLCK, "this system has no locks")
+            raise OSError(errno.ENOLCK, "this system has no file locks")
         fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         if error.errno in (errno.EACCES, errno.EAGAIN):
@@ -83,8 +82,8 @@ def claim(out_dir: Path) -> None:
                 f"another process is writing to {out_dir} ({holder}): stop it first, or use "
                 "another folder"
             ) from None
-        os.close(lock)  # Windows does not remove what is open
-        print(f"note: {out_dir} cannot be locked ({error.strerror}): let no other run write there")
+        os.close(lock)  # Windows cannot delete an open file
+        print(f"note: {out_dir} cannot be locked ({error.strerror}): avoid a second run there")
         return
     held[out_dir] = lock, os.open(out_dir, os.O_RDONLY)
     with contextlib.suppress(OSError):
@@ -94,7 +93,7 @@ def claim(out_dir: Path) -> None:
 
 
 def remove_temporary(folder: Path, names: Sequence[str]) -> None:
-    """Remove what runs that were killed while they wrote files of these names have left behind."""
+    """Remove the temporary files that killed runs left behind while writing `names`."""
     temporary = re.compile(rf"({'|'.join(map(re.escape, names))})\.[0-9a-f]{{8}}\.tmp")
     for path in folder.iterdir():
         if temporary.fullmatch(path.name):
@@ -102,8 +101,8 @@ def remove_temporary(folder: Path, names: Sequence[str]) -> None:
 
 
 def require_file(path: Path) -> None:
-    """Raises UserError if `path` is there and no regular file: reading a FIFO or a device may never
-    end. (So may the system's files under /proc, which look like others.)"""
+    """Raises UserError if `path` exists but is not a regular file: reading a FIFO or a device may
+    never end. (The same goes for some files in /proc, which look regular.)"""
     if path.exists() and (not path.is_file() or str(path.resolve()).startswith("/proc/k")):
         raise UserError(
             f"{path} is a {'folder' if path.is_dir() else 'device or pipe'}, not a file"
@@ -111,9 +110,9 @@ def require_file(path: Path) -> None:
 
 
 def hold_lock(out_dir: Path) -> None:
-    """See that `out_dir`, if this process has claimed it, is still that folder. If it was moved or
-    removed it is claimed anew, and what another run has left there since is set aside. (If only the
-    lock was removed, and no other run has come since, the folder is locked again.)
+    """Check that `out_dir`, if this process has claimed it, is still the same folder. If it was
+    moved or removed, claim it again and archive what another run has left there since. (If only the
+    lock file was removed, and no other run has started since, just lock the folder again.)
 
     Raises UserError if another run is writing there now.
     """
@@ -126,21 +125,21 @@ def hold_lock(out_dir: Path) -> None:
     claim(out_dir)
     if only_unlocked:
         return
-    print(f"note: {out_dir} was moved or removed while this run wrote there: going on in a new one")
+    print(f"note: {out_dir} was moved or removed during this run: continuing in a new folder")
     archive_previous_run(out_dir)
 
 
 def is_still(path: Path, opened: int) -> bool:
-    """Whether `path` is what was opened by that name, and not another file or folder."""
+    """Whether `path` is still the file or folder behind the descriptor `opened`."""
     with contextlib.suppress(OSError):
         return os.path.samestat(os.stat(path), os.fstat(opened))
     return False
 
 
 def archive_previous_run(out_dir: Path, names: Sequence[str] = FILES) -> None:
-    """Move an earlier run's files to a new folder in `out_dir`: `previous`, or where that is there
-    already `previous-2` and so on. KEPT_ARCHIVES of them are kept: the last ones
-    with a checkpoint, if there are any."""
+    """Move an earlier run's files to a new folder in `out_dir`: `previous`, or if that exists
+    `previous-2`, and so on. Keeps only the last KEPT_ARCHIVES archives, preferably those with a
+    checkpoint."""
     found = [out_dir / name for name in names]
     found = [path for path in found if path.exists()]
     if found:
@@ -152,21 +151,21 @@ def archive_previous_run(out_dir: Path, names: Sequence[str] = FILES) -> None:
         (aside / MARK).touch()
         for path in found:
             os.replace(path, aside / path.name)
-        # those without a checkpoint go first: starts by mistake
+        # remove those without a checkpoint first: runs started by mistake
         ours = [path for path in archives(out_dir) if (path / MARK).is_file()]
         kept = sorted(ours, key=lambda path: any(path.glob("*.pt")))
         for old in kept[:-KEPT_ARCHIVES]:
-            with contextlib.suppress(OSError):  # another user's, or something else is in it
+            with contextlib.suppress(OSError):  # another user's, or it has other files
                 for name in (*FILES, MARK):
                     (old / name).unlink(missing_ok=True)
-                print(f"note: removed {old}: {KEPT_ARCHIVES} previous runs are kept")
+                print(f"note: removed {old}: at most {KEPT_ARCHIVES} previous runs are kept")
                 old.rmdir()
         names = ", ".join(path.name for path in found)
-        print(f"note: moved {names} to {aside}: this run does not go on from there")
+        print(f"note: moved {names} to {aside}: this run does not continue from there")
 
 
 def archives(out_dir: Path) -> list[Path]:
-    """The folders that `archive_previous_run` has made, the last one last."""
+    """The folders that `archive_previous_run` has made, oldest first."""
     found = {
         int(match[1] or 1): path
         for path in out_dir.glob("previous*")
@@ -176,16 +175,15 @@ def archives(out_dir: Path) -> list[Path]:
 
 
 def last_archived(out_dir: Path) -> Path:
-    """The folder that `archive_previous_run` made last; `previous` if it has made none."""
+    """The newest folder of `archive_previous_run`; `previous` if there is none."""
     return next(reversed(archives(out_dir)), out_dir / "previous")
 
 
 @contextlib.contextmanager
 def whole_file(path: Path) -> Iterator[BinaryIO]:
-    """A file to write to, which takes the place of `path` at the end of the `with` block.
+    """A file to write to, which replaces `path` at the end of the `with` block.
 
-    Until then it has a name of its own. An error, a crash or a full disk on the way leaves `path`
-    as it was.
+    Until then it has a temporary name, so an error, a crash or a full disk leaves `path` as it was.
     """
     temporary = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")
     try:
@@ -196,15 +194,15 @@ def whole_file(path: Path) -> Iterator[BinaryIO]:
     except BaseException as error:
         temporary.unlink(missing_ok=True)
         if isinstance(error, OSError) and error.filename is None:
-            error.filename = str(path)  # the system's error about a full disk names no file
+            error.filename = str(path)  # the error for a full disk names no file
         raise
 
 
 def put_in_place(temporary: Path, path: Path) -> None:
-    """Let a file that is on disk take the place of `path`."""
+    """Replace `path` with `temporary`, which must already be on disk."""
     os.replace(temporary, path)
     if os.name == "posix":  # make the rename itself durable
-        with contextlib.suppress(OSError):  # it has succeeded, whatever a file system says of this
+        with contextlib.suppress(OSError):  # the rename has succeeded, even if this fails
             folder = os.open(path.parent, os.O_RDONLY)
             try:
                 os.fsync(folder)
@@ -213,8 +211,8 @@ def put_in_place(temporary: Path, path: Path) -> None:
 
 
 def to_disk(file: BinaryIO) -> None:
-    """Bring what was written to the disk, where the file system can do that, and let the next
-    reader read the disk, not what the system has cached of it."""
+    """Flush the file to disk, if the file system supports that, and drop it from the page cache, so
+    that the next reader reads the disk."""
     file.flush()
     try:
         os.fsync(file.fileno())
@@ -227,13 +225,13 @@ def to_disk(file: BinaryIO) -> None:
 
 
 def beginning_crc(path: str | Path) -> int:
-    """The checksum of a file's first MiB, which tells it from others at once."""
+    """The CRC-32 of a file's first MiB, a quick way to tell files apart."""
     with open(path, "rb") as file:
         return zlib.crc32(file.read(2**20))
 
 
 def file_crc(path: str | Path) -> int:
-    """The checksum of a file (CRC-32)."""
+    """The CRC-32 of a file."""
     crc = 0
     with open(path, "rb") as file:
         blocks, name = iter(lambda: file.read(2**24), b""), Path(path).name

@@ -1,5 +1,5 @@
-"""What is printed: text from files without terminal commands, and output that cannot be written (a
-pipe whose reader is gone, a full disk under the log, a closed stdout), which ends no run."""
+"""Printing. Text from files cannot send commands to the terminal. Output that cannot be written (a
+pipe without a reader, a full disk under the log, a closed stdout) never ends a run."""
 
 import io
 import os
@@ -11,32 +11,31 @@ from steady import visible
 
 
 def shown(text: str, limit: int = 200) -> str:
-    """A text from a file, fit for a line on a terminal: short, and with control characters as
-    escapes."""
+    """Make text from a file fit on one terminal line: shorten it and escape control characters."""
     return visible(text if len(text) <= limit else f"{text[:limit]}...").replace("\n", "\\n")
 
 
 def waiting(
     items: Iterable[Any], total: float, what: str, quiet: bool = False, **options: Any
 ) -> Any:
-    """`items`, with a progress bar and the time that remains once they take more than five seconds.
-    Without tqdm, or with `quiet`, nothing is shown."""
+    """`items`, with a progress bar and the remaining time if they take more than five seconds.
+    Shows nothing without tqdm or with `quiet`."""
     try:
         from tqdm import tqdm
     except ImportError:
         return items
-    every = 0.5 if sys.stderr.isatty() else 10  # a log file gets a line each time
+    every = 0.5 if sys.stderr.isatty() else 10  # in a log file each update is a new line
     return tqdm(items, desc=what, total=total, disable=quiet, delay=5, mininterval=every,
                 leave=False, dynamic_ncols=True, **options)  # fmt: skip
 
 
 def outlive_readers() -> None:
-    """From here on printing never raises: what stdout does not take goes to stderr, and what that
-    does not take is lost."""
+    """From here on printing never raises. If stdout fails, the text goes to stderr; if stderr fails
+    too, it is lost."""
     for name, numbers in (("stdout", (1, 2)), ("stderr", (2,))):
         stream = getattr(sys, name)
         if stream is not getattr(sys, f"__{name}__"):
-            continue  # somebody else has it: pytest, a notebook
+            continue  # pytest or a notebook has replaced it
         try:
             stream.flush()
         except OSError:
@@ -47,7 +46,7 @@ def outlive_readers() -> None:
 
 
 class Unfailing(io.RawIOBase):
-    """The raw end of a stream, see `write`."""
+    """A raw output stream that never fails, see `write`."""
 
     def __init__(self, numbers: tuple[int, ...]):
         self.numbers = numbers
@@ -66,8 +65,8 @@ class Unfailing(io.RawIOBase):
 
 
 def write(numbers: tuple[int, ...], data: bytes) -> int:
-    """Write to the first of some file descriptors that takes `data`, of which it may be a part;
-    returns how many bytes it took. What none takes is lost."""
+    """Write `data`, or its first part, to the first file descriptor that works. Returns the number
+    of bytes written. If all of them fail, the data is lost."""
     for number in numbers:
         try:
             return os.write(number, data)

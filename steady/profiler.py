@@ -1,4 +1,4 @@
-"""`--profile=True`: a file that shows where a step's time goes."""
+"""`--profile=True` writes a trace that shows where a step's time goes."""
 
 import os
 import tempfile
@@ -14,7 +14,7 @@ class Profiler:
     """Writes `trace.json` (for ui.perfetto.dev or chrome://tracing) to `out_dir` after a few steps;
     does nothing unless `enabled`.
 
-    iterations: how many this run has.
+    iterations: the number of iterations in this run.
     """
 
     def __init__(self, out_dir: Path, enabled: bool, iterations: int, say: Callable[[str], None]):
@@ -22,18 +22,18 @@ class Profiler:
         if not enabled:
             return
         if iterations < FIRST_STEP + STEPS:
-            say(f"note: profile writes after {FIRST_STEP + STEPS} iterations, but this run has "
-                f"{iterations}")  # fmt: skip
+            say(f"note: --profile writes its trace after {FIRST_STEP + STEPS} iterations, but this "
+                f"run has {iterations}")  # fmt: skip
         self.trace = torch.profiler.profile(
             schedule=torch.profiler.schedule(wait=FIRST_STEP - 1, warmup=1, active=STEPS, repeat=1),
-            acc_events=True,  # or torch before 2.13 warns of a second cycle (pytorch#180348)
+            acc_events=True,  # else torch < 2.13 warns about a second cycle (pytorch#180348)
             on_trace_ready=self.write,
         )
         self.trace.start()
 
     def write(self, profile: torch.profiler.profile) -> None:
-        """In a folder of its own first: torch writes to a name that it makes up, and would follow a
-        link of that name (F82)."""
+        """Write to a new folder first: torch makes up a temporary name and would follow a link of
+        that name (F82)."""
         with tempfile.TemporaryDirectory(dir=self.path.parent, prefix=".trace-") as folder:
             profile.export_chrome_trace(f"{folder}/trace.json")
             os.replace(f"{folder}/trace.json", self.path)

@@ -1,4 +1,4 @@
-"""Where a run's numbers go: the terminal, `metrics.jsonl` in its folder, and wandb if asked."""
+"""Logs a run's metrics to the terminal, to `metrics.jsonl` in its folder, and to wandb if asked."""
 
 import contextlib
 import json
@@ -21,23 +21,22 @@ from steady.optim import schedule_note
 
 
 class RunLog:
-    """Lines and a progress bar on the terminal, one JSON object per entry in metrics.jsonl.
+    """Prints lines and a progress bar, and writes one JSON object per entry to metrics.jsonl.
 
-    With eval_only, metrics.jsonl stays as it is. With `quiet` (all processes of a run but the
-    first) nothing is shown or written.
-    From its creation on, printing never fails (see output.py).
-    On resume, entries from `start_iter` on (made after the checkpoint was saved) are dropped, so
-    that there is one entry per iteration however often a run is stopped.
+    With eval_only, metrics.jsonl stays unchanged. With `quiet` (all processes but the first),
+    nothing is printed or written. Once a RunLog exists, printing never fails (see output.py).
+    On resume, entries from `start_iter` on (logged after the checkpoint was saved) are dropped, so
+    that each iteration has one entry, however often a run is stopped.
     """
 
     def __init__(self, out_dir: Path, config: dict[str, Any], start_iter: int, quiet: bool = False):
         output.outlive_readers()
         self.path, self.quiet = out_dir / "metrics.jsonl", quiet
         self.keeps_metrics = not (quiet or config["eval_only"])
-        self.missed_metrics = self.cut_short = False  # at all; in the last line
+        self.missed_metrics = self.cut_short = False  # so far; in the last line
         self.began, self.process = time.monotonic(), ALONE
         if self.keeps_metrics:
-            # where the run ended it evaluated, and does not do so again if it goes on between two
+            # a run evaluates at its end; extending it repeats that evaluation only if one is due
             interval = config["eval_interval"]
             due = interval and (start_iter % interval == 0 or start_iter >= config["max_iters"])
             kept = [
@@ -58,19 +57,19 @@ class RunLog:
                     total=config["max_iters"], initial=start_iter, unit="it", dynamic_ncols=True
                 )
             except ImportError:
-                pass  # plain lines do
+                pass  # print plain lines
         if config["wandb_log"]:
             self.wandb = self.start_wandb(out_dir, config)
 
     def start_wandb(self, out_dir: Path, config: dict[str, Any]) -> Any:
-        """The wandb run, the same one after a resume; None if wandb fails, which stops nothing."""
+        """Start the wandb run, or continue it on resume. None if wandb fails; training goes on."""
         id_file = out_dir / "wandb_id"
         resumed = config["init_from"] == "resume" and id_file.exists()
         try:
             import wandb
 
             if (out_dir / "wandb").is_symlink():
-                raise UserError(f"{out_dir / 'wandb'} is a link, which is not followed")
+                raise UserError(f"{out_dir / 'wandb'} is a symbolic link (not followed)")
             run = wandb.init(
                 project=config["wandb_project"],
                 name=config["wandb_run_name"],
@@ -94,11 +93,11 @@ class RunLog:
             print(text, flush=True)
 
     def settings(self, config: dict[str, Any], script: str | Path) -> None:
-        """Print the settings that differ from the defaults of `script`; checkpoints hold all."""
+        """Print the settings that differ from the defaults of `script`; checkpoints store all."""
         settings = read_settings(script)
         asked, shown = resolve(settings, sys.argv[1:]), []
         for name, setting in settings.items():
-            # of what is 0 for "choose" the choice is told elsewhere
+            # 0 may mean "choose automatically"; other lines report the choice
             derived = type(setting.default) is int and setting.default == asked[name] == 0
             if config[name] != setting.default and not derived:
                 shown.append(f"{name}={config[name]}")
@@ -112,14 +111,14 @@ class RunLog:
     def start_clock(
         self, iter_num: int, tokens_per_iter: int, flops_per_token: int, process: Process
     ) -> None:
-        """The loop begins, in so many processes on such devices."""
+        """Start timing the training loop, which runs on the devices of `process`."""
         self.tokens_per_iter, self.process = tokens_per_iter, process
         self.flops_per_iter = flops_per_token * tokens_per_iter
         self.peak_flops = hardware.peak_flops(process.device, process.dtype, process.world_size)
         self.restart_clock(iter_num)
 
     def restart_clock(self, iter_num: int) -> None:
-        """What came before is not training time."""
+        """Restart the timing; the time before this call is not training time."""
         self.timed_from, self.timed_iter = time.perf_counter(), iter_num
 
     def step(self, iter_num: int, loss: float, lr: float, grad_norm: float) -> None:
@@ -161,7 +160,7 @@ class RunLog:
         self.write(entry)
 
     def sample(self, iter_num: int, text: str) -> None:
-        """Print a sample; drawing it was not training time."""
+        """Print a sample. Drawing it does not count as training time."""
         self.line(f"iter {iter_num:6d} | sample: {text!r}")
         self.restart_clock(iter_num)
 
@@ -170,8 +169,8 @@ class RunLog:
         return output.waiting(batches, math.ceil(n_batches), what, self.quiet, unit="batch")
 
     def evaluation(self, entry: dict[str, Any], seconds: float, best: bool) -> None:
-        """Log an evaluation: iter, train_loss, val_loss, and val_bpb where it is known; how long it
-        took, whether it is the best so far."""
+        """Log an evaluation. `entry` has iter, train_loss, val_loss and, if known, val_bpb
+        (validation bits per byte)."""
         self.line(
             f"iter {entry['iter']:6d} | train loss {entry['train_loss']:7.4f} | "
             f"val loss {entry['val_loss']:7.4f} | "
@@ -192,9 +191,9 @@ class RunLog:
                 with open(self.path, "a", encoding="utf-8") as file:
                     file.write("\n" * self.cut_short + json.dumps(entry) + "\n")
                 self.cut_short = False
-            except (OSError, UserError) as error:  # a full disk, perhaps: no reason to stop
+            except (OSError, UserError) as error:  # such as a full disk: no reason to stop
                 if not self.missed_metrics:
-                    self.line(f"warning: {self.path} is not complete: {error}")
+                    self.line(f"warning: {self.path} is incomplete: {error}")
                 self.missed_metrics = self.cut_short = True
         if self.wandb is not None:
             try:
@@ -208,9 +207,9 @@ class RunLog:
             self.bar.update(iter_num - self.bar.n)
 
     def summary(self, iter_num: int, tokens: int, best_val_loss: float, best_path: Path) -> str:
-        """What a finished run has come to, and how to see samples.
+        """The results of a finished run, and the command that samples from it.
 
-        tokens: seen since the training began, in earlier runs that it went on from too.
+        tokens: the number seen since training began, including the runs that this one resumed.
         """
         minutes, seconds = divmod(round(time.monotonic() - self.began), 60)
         hours, minutes = divmod(minutes, 60)
@@ -232,11 +231,11 @@ class RunLog:
             try:
                 self.wandb.finish()
             except Exception as error:
-                self.line(f"warning: wandb failed at its end ({type(error).__name__}: {error})")
+                self.line(f"warning: wandb failed to finish ({type(error).__name__}: {error})")
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The entries of a metrics.jsonl, without lines that are none of ours."""
+    """The entries of a metrics.jsonl. Skips lines that are not entries."""
     return [
         entry for entry in read_json_lines(path)
         if type(entry.get("iter")) is int and 0 <= entry["iter"] < 2**27
@@ -244,7 +243,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def read_json_lines(path: Path) -> list[dict[str, Any]]:
-    """The objects in a file of one per line, without lines that a crash or full disk cut short."""
+    """The objects of a JSON Lines file. Skips lines that a crash or a full disk cut short."""
     entries = []
     require_file(path)
     if path.exists():
@@ -257,18 +256,18 @@ def read_json_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def training_clock(entries: list[dict[str, Any]]) -> tuple[list[float], list[int]]:
-    """Seconds of training steps, and tokens trained on, before each iteration of a metrics.jsonl.
+    """The training time (in seconds) and the tokens before each iteration of a metrics.jsonl.
 
-    Evaluation is no part of a step's time. The first three steps, and those after a resume, may
-    have compiled (they take four times as long as later ones), and one after an evaluation seems
-    too short, since that waited for the optimizer of the step before: these take the median of the
-    steps after them.
+    A step's time does not include evaluation. Some times are misleading and are replaced by the
+    median of the steps that follow: the first three steps, and those after a resume, may include
+    compilation (they take over four times as long as usual); a step after an evaluation seems too
+    short, because the evaluation waited for the previous step's optimizer.
     """
     ms: list[float] = []
     tokens: list[int] = []
     for entry in entries:
         if entry.get("loss") is not None:
-            since = entry["iter"] + 1 - len(ms)  # a line stands for all steps since the one before
+            since = entry["iter"] + 1 - len(ms)  # an entry covers all steps since the one before
             ms += [entry["ms"]] * since
             tokens += [round(entry["tokens_per_s"] * entry["ms"] / 1e3)] * since
     missing = max((entry["iter"] for entry in entries), default=0) - len(ms)  # not logged yet

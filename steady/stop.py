@@ -1,5 +1,5 @@
-"""Everything that ends a run: signals (Ctrl-C, SIGTERM, the loss of its terminal), a loss that is
-not finite, errors; what is saved then, and the command that continues from there."""
+"""How a run ends: on a signal (Ctrl-C, SIGTERM, a lost terminal), a loss that is not finite, or an
+error. Saves the state and prints the command that resumes the run."""
 
 import math
 import shlex
@@ -24,8 +24,8 @@ from steady.distributed import (
     stop,
 )
 
-# Steps in a row with gradients that are not finite: after how many to warn, and to end the run.
-# float16 begins with a few of them, while GradScaler halves its factor.
+# Warn, and end the run, after this many steps in a row with gradients that are not finite.
+# float16 starts with a few such steps, while GradScaler halves its scale.
 SKIPPED_LONG, SKIPPED_TOO_LONG = 20, 100
 
 
@@ -34,8 +34,8 @@ class Diverged(UserError):
 
 
 def on_signals(names: Sequence[str], handler: Callable) -> None:
-    """Call `handler` at these signals, as far as the system has them (Windows knows few); SIGHUP
-    stays ignored under nohup."""
+    """Install `handler` for those of these signals that the system has (Windows has few). Under
+    nohup, SIGHUP stays ignored."""
     for name in names:
         signum = getattr(signal, name, None)
         if signum and (name != "SIGHUP" or signal.getsignal(signum) != signal.SIG_IGN):
@@ -43,12 +43,12 @@ def on_signals(names: Sequence[str], handler: Callable) -> None:
 
 
 class StopRequest:
-    """Notes the first signal; the run then finishes its step or leaves its evaluation, and saves.
+    """Records the first signal. The run then finishes its step or leaves its evaluation, and saves.
 
-    Ctrl-C typed twice ends the run at once, if it has a single process (torchrun passes one on
-    several times). No other signal does so, however often it comes: nobody types SIGTERM, and a
-    wrapper may send it twice, or together with SIGINT. With `saves=False` signals do what they
-    always do: they end the run.
+    A second Ctrl-C ends a run with a single process at once. (torchrun forwards one Ctrl-C several
+    times.) Repeats of other signals are ignored: nobody types SIGTERM, and a wrapper may send it
+    twice, or together with SIGINT. With `saves=False` signals keep their default effect and end
+    the run.
     """
 
     def __init__(self, process: Process, saves: bool = True):
@@ -58,7 +58,7 @@ class StopRequest:
             on_signals(names, self.receive)
 
     def stop_requested(self) -> bool:
-        """Whether any process has received a signal. All must call it, since they exchange that."""
+        """Whether any process has received a signal. All processes must call it (an all-reduce)."""
         return any_process(self.received)
 
     def receive(self, signum: int, frame: object) -> None:
@@ -68,24 +68,24 @@ class StopRequest:
         signal.signal(signum, signal.SIG_DFL if typed else signal.SIG_IGN)
         if not typed:
             signal.signal(signal.SIGINT, signal.SIG_IGN)
-        if self.process.master:  # not by print, which the signal may have interrupted
+        if self.process.master:  # not print: the signal may have interrupted one
             again = b"; Ctrl-C again stops at once" if typed else b""
             output.write((1, 2), b"\nstopping and saving" + again + b"\n")
 
 
 class Saving:
-    """Around the training loop: whatever ends it, its state is saved, and a line says how to
-    continue. The one exception is a state that is not finite. At the end of a run that was not
-    ended by an error all processes but the first end here.
+    """Wraps the training loop. However the loop ends, this saves the state, unless the loss or the
+    gradients are not finite, and prints how to resume. When a run ends without an error, all
+    processes but the first exit here.
 
-    With ddp every process holds all of the state, so the one with an error saves it and exchanges
-    nothing; with fsdp none does.
+    With ddp every process holds the full state, so the one with the error saves it without any
+    communication. With fsdp no process holds it, and an error saves nothing.
 
     Args:
-        path: of the checkpoint.
+        path: the checkpoint file.
         state: returns the content of the checkpoint.
         enabled: False for a run that saves nothing.
-        less_memory: the flags for a step that takes less memory, "" if there are none.
+        less_memory: the flags for a step that needs less memory, "" if there are none.
         say: prints a line.
     """
 
@@ -110,7 +110,7 @@ class Saving:
             self.rescue(error, trace)
         elif self.enabled:
             state = self.state()
-            # every process asks the first one's file: another machine may not have it
+            # only the first process looks: another machine may not have the file
             other = self.process.master and checkpoint.iteration_of(self.path) != state["iter_num"]
             stopped_early = state["iter_num"] < state["config"]["max_iters"]  # by a signal
             if any_process(other) and not checkpoint.try_save(
@@ -126,16 +126,16 @@ class Saving:
     def require_finite(
         self, losses: dict[str, float], iter_num: int, skipped: float | None = None
     ) -> None:
-        """Raises Diverged for a loss that is NaN or infinite, and where the gradients have not been
-        finite for so long that they never will be.
+        """Raises Diverged if a loss is NaN or infinite, or if the gradients of too many steps in a
+        row were not finite.
 
-        skipped: steps in a row that changed nothing for that reason, None if not known.
+        skipped: the number of steps in a row skipped for that reason; None if unknown.
         """
-        remedy = "nothing was saved yet: begin again with a lower learning_rate"
+        remedy = "nothing was saved yet: start over with a lower learning_rate"
         if self.path.exists():
-            remedy = f"{self.path} is kept: go on from there with a lower learning_rate"
+            remedy = f"{self.path} is kept: resume from it with a lower learning_rate"
         if iter_num == 0:  # no step has been taken
-            remedy = "the weights that it begins with are damaged: begin again with others"
+            remedy = "the initial weights are damaged: start over with others"
         if self.process.dtype == torch.float16:
             remedy += ", or with dtype=bfloat16"
         if not all(map(math.isfinite, losses.values())):
@@ -144,24 +144,24 @@ class Saving:
         if skipped is None:
             return
         nothing = f"gradients of {skipped:.0f} steps in a row, up to iteration {iter_num}, were "
-        nothing += "not finite: these steps changed nothing"
+        nothing += "not finite: these steps were skipped"
         if skipped >= SKIPPED_TOO_LONG:
             raise Diverged(f"{nothing}; {remedy}")
         if skipped >= SKIPPED_LONG > self.skipped:
-            self.say(f"warning: {nothing}; the run ends if {SKIPPED_TOO_LONG} do")
+            self.say(f"warning: {nothing}; the run ends after {SKIPPED_TOO_LONG} in a row")
         self.skipped = skipped
 
     def rescue(self, error: BaseException, trace: Any) -> None:
-        """Save at an error. The line about it appears after the error itself, when Python reports
-        that."""
+        """Save after an error. The line about the save appears below Python's own report of the
+        error."""
         process, flags, happened = self.process, "", ""
         whole = not any(
             isinstance(frame.f_locals.get("self"), torch.optim.Optimizer)
             for frame, _ in traceback.walk_tb(trace)
-        )  # else weights and iteration do not match
+        )  # in the middle of a step the weights do not match the iteration
         if memory.is_out_of_memory(error):
             flags, happened = self.less_memory, "out of memory"
-            traceback.clear_frames(trace)  # what they hold may be the memory that saving lacks
+            traceback.clear_frames(trace)  # they may hold the memory that saving needs
         elif process.world_size > 1 and peer_has_ended(error):
             happened = "another process has ended or hangs"
         rank = "" if process.master else f"rank {process.rank}: "
@@ -170,9 +170,9 @@ class Saving:
             if happened:
                 line = f"error: {happened}" + (f": use {flags}" if flags else "")
         elif not isinstance(error, Diverged | KeyboardInterrupt | SystemExit):
-            saved, resume = self.save(whole), "nothing to go on from"
+            saved, resume = self.save(whole), "there is no checkpoint to resume from"
             if self.path.is_file():
-                resume = f"to go on: {resume_command(self.path.parent, flags.split())}"
+                resume = f"to resume: {resume_command(self.path.parent, flags.split())}"
             line = f"{'error: ' + happened if happened else 'stopped by the error above'}; "
             line += f"{saved}; {resume}"
 
@@ -187,11 +187,11 @@ class Saving:
         sys.excepthook = report
 
     def save(self, whole: bool) -> str:
-        """Save what can be saved; returns a description of the result."""
+        """Save the state if possible; returns a description of the result."""
         if not whole:
-            return "the state in the middle of an optimizer step was not saved"
+            return "the state was not saved: the error came in the middle of an optimizer step"
         if self.process.shards_model:
-            return "the state, divided among the processes, was not saved"
+            return "the state was not saved: it is sharded across the processes"
         try:
             state = self.state()
             checkpoint.save(self.path, state)
@@ -202,18 +202,18 @@ class Saving:
 
 
 def stopped(iter_num: int, path: Path) -> str:
-    """The last lines of a run that a signal has stopped: where it was saved, how to continue.
-    Another signal has nothing to stop from here on."""
+    """The last lines of a run that a signal has stopped: the checkpoint and the command that
+    resumes. Ignores further signals: there is nothing left to stop."""
     for signum in (signal.SIGINT, signal.SIGTERM):
         signal.signal(signum, signal.SIG_IGN)
     command = resume_command(path.parent)
-    return f"stopped at iteration {iter_num}, saved {path}; to go on:\n  {command}"
+    return f"stopped at iteration {iter_num}, saved {path}; to resume:\n  {command}"
 
 
 def resume_command(out_dir: Path, flags: Sequence[str] = ()) -> str:
-    """The command that resumes the run of this process, with other `flags`."""
+    """The command that resumes this run, with `flags` added or replaced."""
     again = [*flags, "--init_from=resume"]
-    if is_computed(str(out_dir)):  # such as a name with the time in it
+    if is_computed(str(out_dir)):  # such as a name that contains the time
         again.insert(0, f"--out_dir={out_dir}")
     names = {flag.partition("=")[0] for flag in again}
     command = [argument for argument in sys.argv[1:] if argument.partition("=")[0] not in names]

@@ -105,13 +105,13 @@ def test_foreign_and_missing_checkpoints_are_named(tmp_path):
     with pytest.raises(ValueError, match="no checkpoint at .*--out_dir"):
         checkpoint.load(path)
     torch.save({"model": {}, "model_args": {}}, path)
-    with pytest.raises(ValueError, match="no steadyGPT checkpoint"):
+    with pytest.raises(ValueError, match="not a steadyGPT checkpoint"):
         checkpoint.load(path)
     torch.save([1, 2], path)
-    with pytest.raises(ValueError, match="no steadyGPT checkpoint of format 1 .found list"):
+    with pytest.raises(ValueError, match="not a steadyGPT checkpoint of format 1 .found list"):
         checkpoint.load(path)
     path.write_text("hello")
-    with pytest.raises(ValueError, match="damaged or not a checkpoint: no complete zip archive"):
+    with pytest.raises(ValueError, match="damaged or not a checkpoint: not a complete zip"):
         checkpoint.load(path)
 
 
@@ -172,7 +172,7 @@ def test_differing_architecture_names_the_keys(tmp_path):
     with pytest.raises(ValueError, match=r"differs in n_layer \(checkpoint 2, now 3\);"):
         checkpoint.check_same_model(saved, current, tmp_path)
     checkpoint.check_same_model(saved, {"n_layer": 2, "n_head": 4, "dropout": 0.5}, tmp_path)
-    with pytest.raises(ValueError, match="its data set has another tokenizer; use the --dataset"):
+    with pytest.raises(ValueError, match="the data set has another tokenizer; use the --dataset"):
         checkpoint.check_same_model(saved, {"n_layer": 9, "tokenizer": {}}, tmp_path)
 
 
@@ -325,12 +325,12 @@ def test_f46_a_damaged_checkpoint_says_what_else_there_is(tmp_path):
     with pytest.raises(ValueError) as error:
         checkpoint.load(tmp_path / "ckpt.pt")
     assert re.fullmatch(
-        r".*ckpt.pt is damaged .* checksum; good ones are .*best.pt \(iteration 20, weights only.*"
-        r"\) and .*previous/ckpt.pt \(iteration 10, the run before: --out_dir=.*/previous\)",
+        r".*ckpt.pt is damaged .* checksum; these are intact: .*best.pt \(iteration 20, weights.*"
+        r"\) and .*previous/ckpt.pt \(iteration 10, the previous run: --out_dir=.*/previous\)",
         str(error.value),
     )
     shutil.copy(tmp_path / "ckpt.pt", tmp_path / "best.pt")
-    with pytest.raises(ValueError, match="good ones are .*previous/ckpt.pt") as error:
+    with pytest.raises(ValueError, match="these are intact: .*previous/ckpt.pt") as error:
         checkpoint.load(tmp_path / "best.pt")
     assert str(error.value).count("iteration") == 1  # what is damaged too is not recommended
 
@@ -351,9 +351,9 @@ def test_f46_whatever_the_unpickler_raises_is_one_line(tmp_path, monkeypatch, ki
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"model": None}, "model is None, not a dict"),
-        ({"model": ...}, "model is missing, not a dict"),
-        ({"iter_num": "7"}, "iter_num is '7', not a int"),
+        ({"model": None}, "model is None .expected dict"),
+        ({"model": ...}, "model is missing .expected dict"),
+        ({"iter_num": "7"}, "iter_num is '7' .expected int"),
         ({"iter_num": True}, "iter_num is True"),
         ({"iter_num": -1}, "iter_num is -1"),
         ({"best_val_loss": float("nan")}, "best_val_loss is nan"),
@@ -386,17 +386,17 @@ WRONG_CONTENT = [  # key, what becomes of it, what sample.py and convert.py say,
     ("model_config", lambda config: config | {"heads": 2}, "model_config: unknown heads"),
     ("model_config", lambda config: config | {"n_layer": "2"}, "n_layer='2' is not of type int"),
     ("model_config", lambda config: config | {"n_layer": -2}, "n_layer=-2 must be at least 1"),
-    ("pretrained_dtype", lambda dtype: 5, "pretrained is not what convert.py keeps"),
+    ("pretrained_dtype", lambda dtype: 5, "pretrained is not what convert.py writes"),
 ]
 WRONG_STATE = [
-    ("sequences", lambda n: None, "sequences is None, not a int"),
+    ("sequences", lambda n: None, "sequences is None .expected int"),
     ("optimizer", lambda state: {}, "optimizer state of parameter 0 is missing"),
     ("optimizer", lambda state: state | {"state": {0: 1}}, "optimizer state of parameter 0"),
     ("optimizer", lambda state: state | {"state": without(state["state"], 1)}, "of parameter 1"),
     ("optimizer", lambda state: {"state": state["state"] | {2: reshaped(state["state"][2])}},
      "optimizer state of parameter 2 is missing or has the wrong shape"),
     ("optimizer", lambda state: {"state": state["state"] | {999: {}}}, "state for 21 parameters"),
-    ("scaler", lambda state: {"scale": "x"}, "scaler must hold scale, growth_factor"),
+    ("scaler", lambda state: {"scale": "x"}, "scaler must contain scale, growth_factor"),
 ]  # fmt: skip
 
 

@@ -229,8 +229,8 @@ def test_f79_every_process_builds_and_saves_its_part(launch, alone, run, tmp_pat
 
     out = tmp_path / "copies" / "failing"
     first, _ = launch(2, out, *resumed, code=UNREADABLE, fails=[1, 0])
-    assert "was not saved, the last good one is kept: [Errno 5] rank 1: Input/output" in first
-    assert "not in the folder for temporary files either" in first
+    assert "was not saved (the last good one is kept): [Errno 5] rank 1: Input/output" in first
+    assert "not saved in the temporary folder either" in first
     assert checkpoint.load(out / "ckpt.pt")["iter_num"] == 4
     assert not list(out.glob("*.tmp"))
 
@@ -622,7 +622,7 @@ def test_f71_f73_a_dead_process_ends_the_run_and_a_restart_resumes_it(torchrun, 
     began = time.monotonic()
     shown = process.stdout.read()
     assert process.wait(60) != 0 and time.monotonic() - began < 60
-    assert "init_from=resume" in shown and f"going on from {saved} at iteration" in shown
+    assert "init_from=resume" in shown and f"resuming from {saved} at iteration" in shown
     assert list((tmp_path / "runs").iterdir()) == [saved.parent]
     assert checkpoint.load(saved)["iter_num"] > seen
     iterations = [e["iter"] for e in read_metrics(saved.parent / "metrics.jsonl") if "loss" in e]

@@ -59,7 +59,7 @@ def test_f45_a_folder_that_was_moved_or_removed_is_claimed_anew(tmp_path, capsys
     other.kill()
     other.wait()
     folder.hold_lock(out)
-    assert "was moved or removed while this run wrote there" in capsys.readouterr().out
+    assert "was moved or removed during this run" in capsys.readouterr().out
     assert (out / "previous" / "ckpt.pt").read_text() == "the other's"
     folder.hold_lock(out)
     assert capsys.readouterr().out == ""
@@ -111,7 +111,7 @@ def test_f45_where_there_are_no_locks_it_is_said(tmp_path, monkeypatch, capsys):
 
     monkeypatch.setattr(folder.fcntl, "lockf", unsupported)
     folder.claim(tmp_path)
-    assert "cannot be locked (No locks available): let no other" in capsys.readouterr().out
+    assert "cannot be locked (No locks available): avoid a second" in capsys.readouterr().out
     monkeypatch.setattr(folder, "fcntl", None)  # Windows
     folder.claim(tmp_path)
     assert "cannot be locked" in capsys.readouterr().out

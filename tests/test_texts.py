@@ -511,7 +511,7 @@ def test_f66_named_chat_templates_and_the_space_before_a_text_are_kept(tmp_path)
     settings = json.loads((tmp_path / "tokenizer_config.json").read_text())
     assert settings["add_prefix_space"] is True
     wrong = pretrained.came_with | {tokenizers_.TEMPLATES: {"../../x": "a"}}
-    with pytest.raises(ValueError, match="it is not what convert.py keeps"):
+    with pytest.raises(ValueError, match="it is not what convert.py writes"):
         checkpoint.check_came_with(wrong, "it")
 
 

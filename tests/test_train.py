@@ -203,7 +203,7 @@ def test_f19_loss_that_is_not_finite_stops_and_keeps_the_checkpoint(
     good = (tmp_path / "ckpt.pt").read_bytes()
     poison(monkeypatch, 3, training)
     with pytest.raises(
-        ValueError, match="nan at iteration .* not finite; .*ckpt.pt is kept: go on .* lower learn"
+        ValueError, match="nan at iteration .* not finite; .*ckpt.pt is kept: resume .* lower learn"
     ):
         train(
             run, tmp_path, sums, "--max_iters=12", "--init_from=resume",
@@ -250,7 +250,7 @@ def test_f19_gradients_that_are_never_finite_are_told_once_and_end_the_run(
         return loss
 
     monkeypatch.setattr(loss, "linear_cross_entropy", explode)
-    with pytest.raises(ValueError, match="gradients of 10. steps in a row, .*ckpt.pt is kept: go"):
+    with pytest.raises(ValueError, match="gradients of 10. steps in a row, .*ckpt.pt is kept: re"):
         train(run, tmp_path, sums, *arguments, "--init_from=resume", "--eval_interval=20")
     shown = capsys.readouterr().out
     assert shown.count("warning") == shown.count(" steps in a row, up to iteration ") == 1
@@ -518,7 +518,7 @@ def test_f25_a_best_loss_that_could_not_be_saved_is_no_bar(run, tmp_path, monkey
     values = [entry["val_loss"] for entry in evaluations(tmp_path / "out")]
     best = checkpoint.load(tmp_path / "out" / "best.pt")
     saved = [value for i, value in enumerate(values) if i > 0 and not 4 <= i < 8]
-    assert refused and "best.pt was not saved, the last good one is kept: No space" in shown
+    assert refused and "best.pt was not saved (the last good one is kept): No space" in shown
     assert best["best_val_loss"] == values[best["iter_num"]] == min(saved)
     assert checkpoint.load(tmp_path / "out" / "ckpt.pt")["best_val_loss"] == min(saved)
 
@@ -570,7 +570,7 @@ def test_other_training_text_is_noted_and_half_of_it_refused(run, sums, tmp_path
     tokens = np.fromfile(other / "train.bin", dtype="<u2")
     tokens[::-1].tofile(other / "train.bin")
     shown = train(run, out, other, "--max_iters=6", "--init_from=resume")
-    assert "note: train.bin is not the one of the checkpoint: the run reads other text now" in shown
+    assert "note: train.bin has changed since the checkpoint: the run now trains" in shown
     tokens[: len(tokens) // 2].tofile(other / "train.bin")
     message = (
         rf"train.bin has {len(tokens) // 2} tokens, but its meta.json says {len(tokens)}: copy"
@@ -590,7 +590,7 @@ def test_f25_on_other_data_the_best_loss_begins_anew(run, sums, tmp_path):
     before = checkpoint.load(out / "best.pt")
     shown = train(run, out, other, *arguments, "--max_iters=60")
     after = checkpoint.load(out / "best.pt")
-    assert "note: val.bin is not the one of the checkpoint" in shown
+    assert "note: val.bin has changed since the checkpoint" in shown
     assert after["best_val_loss"] > before["best_val_loss"]
     assert after["best_val_loss"] == min(e["val_loss"] for e in evaluations(out)[-2:])
 
@@ -683,7 +683,7 @@ def test_wandb_failing_at_its_end_is_a_warning(run, sums, tmp_path, monkeypatch)
     wandb.init = lambda **arguments: wandb
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     shown = train(run, tmp_path, sums, "--wandb_log=True", "--max_iters=2")
-    assert "wandb failed at its end (RuntimeError: connection lost)" in shown
+    assert "wandb failed to finish (RuntimeError: connection lost)" in shown
     assert "finished at iteration 2" in shown
 
 
@@ -743,7 +743,7 @@ def test_f19_a_loss_that_is_not_finite_before_any_step_is_not_the_learning_rates
             torch.nn.init.constant_(parameter, torch.nan)
 
     monkeypatch.setattr(model_file.GPT, "init_weights", damaged)
-    with pytest.raises(ValueError, match="the weights that it begins with are damaged"):
+    with pytest.raises(ValueError, match="the initial weights are damaged"):
         train(run, tmp_path, sums)
 
 
@@ -760,7 +760,7 @@ def test_a_full_disk_costs_metrics_but_not_the_run(run, sums, tmp_path, monkeypa
 
     monkeypatch.setattr("steady.runlog.open", cut_short, raising=False)
     shown = train(run, tmp_path, sums)
-    assert shown.count("is not complete: [Errno 28] No space left") == 1
+    assert shown.count("is incomplete: [Errno 28] No space left") == 1
     assert "finished at iteration 10" in shown
     entries = read_metrics(tmp_path / "metrics.jsonl")
     assert entries[-1]["iter"] == 10 and len(entries) == len(calls) - 3  # none is lost but those
@@ -832,7 +832,7 @@ def test_resume_with_another_alphabet_is_refused(run, sums, tmp_path):
     train(run, tmp_path, sums, "--max_iters=1")
     splits = {"train": ["abcdefghijkl" * 50], "val": ["abcdefghijkl" * 50]}
     write_dataset(tmp_path / "data", CharTokenizer.train("abcdefghijkl"), splits)
-    with pytest.raises(ValueError, match="its data set has another tokenizer"):
+    with pytest.raises(ValueError, match="the data set has another tokenizer"):
         train(run, tmp_path, tmp_path / "data", "--init_from=resume")
 
 
@@ -876,7 +876,7 @@ def test_f25_an_evaluation_of_other_windows_begins_the_best_loss_anew(run, sums,
     train(run, tmp_path, sums, "--max_iters=10", "--eval_interval=10")
     resume = "--init_from=resume", "--max_iters=20", "--eval_interval=10"
     shown = train(run, tmp_path, sums, *resume, "--eval_iters=1")
-    assert "note: evaluations of 4 sequences (eval_iters x batch_size) are not those of" in shown
+    assert "note: evaluations now use 4 sequences (eval_iters x batch_size): the best loss" in shown
     only = "--eval_only=True", "--eval_iters=3"
     assert "best so far" not in train(run, tmp_path, sums, *resume, *only)
     same = "--batch_size=2", "--gradient_accumulation_steps=2", "--max_iters=30"
@@ -890,14 +890,14 @@ def test_f22_a_run_is_prolonged_from_before_its_decay(run, sums, tmp_path):
     longer = "--init_from=resume", "--max_iters=12"
     train(run, tmp_path / "whole", sums, *wsd, "--max_iters=12")
     shown = train(run, tmp_path / "parts", sums, *wsd, "--max_iters=8")
-    assert "is from before it" not in shown
+    assert "is from before the decay" not in shown
     checkpoints = tmp_path / "parts"
     assert checkpoint.load(checkpoints / "before_decay.pt")["iter_num"] == 4
     shutil.copytree(checkpoints, tmp_path / "late")
     shown = train(run, tmp_path / "late", sums, *wsd, "--init_from=resume", "--max_iters=20")
     stable = tmp_path / "late" / "before_decay.pt"
-    note = "note: the learning rate rises from 1.39e-03 to 1.00e-02 after its decay had begun"
-    assert f"{note}; {stable} (iteration 4) is from before it\n" in shown
+    note = "note: the learning rate rises from 1.39e-03 to 1.00e-02 after its decay began"
+    assert f"{note}; {stable} (iteration 4) is from before the decay\n" in shown
     assert checkpoint.load(stable)["iter_num"] == 4  # not 10, where the longer decay begins
     best = (checkpoints / "best.pt").read_bytes()
     shutil.copy(checkpoints / "before_decay.pt", checkpoints / "ckpt.pt")
@@ -911,8 +911,8 @@ def test_f22_a_run_is_prolonged_from_before_its_decay(run, sums, tmp_path):
 
 def test_f22_going_on_in_another_dtype_or_order_is_said(run, sums, tmp_path):
     train(run, tmp_path, sums, "--max_iters=2", "--dtype=float32", "--seed=3")
-    order = "note: seed=4 reads the data in another order: --seed=3 keeps it"
-    note = "note: computed in float32 before, in bfloat16 from here on: --dtype=float32 keeps it"
+    order = "note: seed=4 changes the data order: --seed=3 keeps the old one"
+    note = "note: the dtype changes from float32 to bfloat16: --dtype=float32 keeps the old one"
     resume = "--init_from=resume", "--max_iters=3"
     shown = train(run, tmp_path, sums, *resume, "--dtype=float32", "--seed=3")
     assert note not in shown and order not in shown
@@ -963,7 +963,7 @@ def test_a_best_loss_whose_weights_are_gone_is_no_bar(run, sums, tmp_path):
     assert "note: moved best.pt to" in shown and "note: the checkpoint" not in shown
     assert checkpoint.load(tmp_path / "best.pt")["iter_num"] == 10  # as good as it was
     shown = train(run, tmp_path, sums, "--max_iters=15", "--init_from=resume")
-    assert "note: the checkpoint is of iteration 15 and max_iters=15: nothing is left" in shown
+    assert "note: the checkpoint is at iteration 15 and max_iters=15: nothing is left" in shown
 
 
 def test_the_last_evaluation_stays_in_a_run_that_goes_on_without_any(run, sums, tmp_path):
@@ -1093,7 +1093,7 @@ def test_profile_writes_a_trace_of_a_few_steps(run, sums, tmp_path):
     steps = {e["name"] for e in trace["traceEvents"] if e["name"].startswith("ProfilerStep")}
     assert len(steps) == 3
     shown = train(run, tmp_path, sums, "--profile=True", "--max_iters=7")
-    assert "note: profile writes after 8 iterations, but this run has 7" in shown
+    assert "note: --profile writes its trace after 8 iterations, but this run has 7" in shown
 
 
 @pytest.mark.parametrize("kind", ["selective", "block"])
