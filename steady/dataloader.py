@@ -1,10 +1,10 @@
-"""Token files in, batches out: which sequences make up step N is a pure function of (seed, N).
+"""Token files in, batches out. The sequences of step N depend only on (seed, N).
 
 Training data is read in epochs. Each epoch cuts the tokens into windows of `block_size`, starting
 at a random phase, and visits every window once, in random order. Step N takes the next
-`batch_size * gradient_accumulation_steps` windows of that endless list; a micro-batch of a process
-is a slice of them. So the data does not depend on the micro-batch size, the number of processes or
-how often a run was resumed.
+`batch_size * gradient_accumulation_steps` windows of this endless sequence, and each process's
+micro-batch is a slice of them. So the data does not depend on the micro-batch size, the number of
+processes or how often a run was resumed.
 """
 
 import contextlib
@@ -28,13 +28,13 @@ from steady.tokenizer import META_KEYS, check_meta
 
 Batch = tuple[torch.Tensor, torch.Tensor]  # tokens and targets, (batch_size, block_size) int64
 
-GPT2_VOCAB_SIZE = 50304  # of nanoGPT's bare .bin files: 50257, padded
-SCAN_TOKENS = 2**28  # ids checked when a file is opened; what lies beyond is checked as it is read
+GPT2_VOCAB_SIZE = 50304  # for nanoGPT's bare .bin files: 50257, padded
+SCAN_TOKENS = 2**28  # ids checked when a file is opened; the rest are checked as they are read
 
 
 def dataset_folder(dataset: str) -> Path:
-    """A folder with train.bin: of that name in data/, else at that path. A path that begins with a
-    dot is looked at first."""
+    """The folder with train.bin: data/`dataset`, else the path `dataset`. If the name starts with a
+    dot, the path comes first."""
     places = [Path(__file__).parents[1] / "data" / dataset, Path(dataset)]
     if dataset.startswith("."):
         places.reverse()
@@ -44,15 +44,15 @@ def dataset_folder(dataset: str) -> Path:
 def read_meta(folder: Path) -> dict[str, Any]:
     """The data set's meta.json, or an empty dict for nanoGPT's bare .bin files.
 
-    Raises UserError, with the command to run, when the data set is not there, and one that names
-    file and key when meta.json does not hold what it should.
+    Raises UserError with the command to run if the data set is missing, or with the file and the
+    key if meta.json is invalid.
     """
     if not (folder / "train.bin").exists():
         prepare = folder / "prepare.py"
         raise UserError(
             f"no data set at {folder} (train.bin is missing): "
             + (f"run python {shlex.quote(str(prepare))}" if prepare.exists() else
-               "see data/ for the ones there are, or make one of your own text with "
+               "see data/ for the available ones, or make one from your own text with "
                "python data/text/prepare.py --input=FILE")
         )  # fmt: skip
     path = folder / "meta.json"
@@ -62,8 +62,8 @@ def read_meta(folder: Path) -> dict[str, Any]:
     except FileNotFoundError:
         if (folder / "meta.pkl").exists():
             raise UserError(
-                f"{folder} has nanoGPT's meta.pkl and no meta.json: prepare the data set again, "
-                "with the prepare.py of the same name here, or data/text/prepare.py"
+                f"{folder} has nanoGPT's meta.pkl but no meta.json: prepare the data set again "
+                "with steadyGPT's prepare.py of the same name, or with data/text/prepare.py"
             ) from None
         return {}
     except (ValueError, RecursionError) as error:
@@ -73,14 +73,14 @@ def read_meta(folder: Path) -> dict[str, Any]:
 
 
 class DataSet:
-    """A folder with train.bin and val.bin, and what its meta.json says of them.
+    """A folder with train.bin and val.bin, and the contents of its meta.json.
 
     Args:
-        dataset: a folder's name in data/, or a path.
-        vocab_size: the model's vocabulary, 0 for the data set's own, rounded up to a multiple of 64
-            (matrix kernels are faster so).
+        dataset: the name of a folder in data/, or a path.
+        vocab_size: the model's vocabulary size. 0 takes the data set's, rounded up to a multiple of
+            64 for faster matmuls.
 
-    Raises UserError, with the command to run, when it is not there.
+    Raises UserError with the command to run if the data set is missing.
     """
 
     def __init__(self, dataset: str, vocab_size: int = 0):
@@ -90,7 +90,7 @@ class DataSet:
         self.padded_vocab_size = vocab_size or math.ceil(self.vocab_size / 64) * 64
         self.dtype = self.meta.get("dtype", "uint16")
         self.tokenizer = {key: self.meta[key] for key in META_KEYS if key in self.meta}
-        self.ids = {}  # tell these files from others: the size, the beginning's checksum
+        self.ids = {}  # identify the files: size, and checksum of the beginning
         for name in ("train.bin", "val.bin"):
             require_file(folder / name)
             with contextlib.suppress(FileNotFoundError):
@@ -98,12 +98,12 @@ class DataSet:
                 self.ids[name] = f"{beginning:08x}, {size} bytes"
                 if self.meta.get("begins", {}).get(name[:-4], beginning) != beginning:
                     raise UserError(
-                        f"{folder / name} is not of the data set that meta.json describes (F80): "
-                        "prepare the data set again"
+                        f"{folder / name} does not belong to its meta.json (F80): prepare the data "
+                        "set again"
                     )
 
     def open(self, block_size: int, vocab_size: int) -> tuple["TokenFile", "TokenFile"]:
-        """The training and the validation tokens, for a model of that context and vocabulary."""
+        """The training and validation tokens, for a model with this context and vocabulary."""
         described = self.meta.get("vocab_size", math.inf) <= vocab_size
         vocab_size = min(self.vocab_size, vocab_size)
         files = []
@@ -111,7 +111,7 @@ class DataSet:
             path = self.folder / f"{split}.bin"
             file = TokenFile(path, block_size, vocab_size, self.dtype, described)
             expected = self.meta.get("tokens", {}).get(split, file.n_tokens)
-            if file.n_tokens != expected:  # a copy that broke off
+            if file.n_tokens != expected:  # an incomplete copy
                 raise UserError(
                     f"{path} has {file.n_tokens} tokens, but its meta.json says {expected}: copy "
                     "or prepare the data set again (or correct meta.json)"
@@ -120,28 +120,28 @@ class DataSet:
         return tuple(files)
 
     def bits_per_byte(self, val_loss: float) -> dict[str, float]:
-        """`val_bpb`: a validation loss (nats per token) as bits per byte of text (UTF-8), which
-        does not depend on the tokenizer. Tokens that begin and end texts count as tokens, but have
-        no bytes. Empty for data sets whose meta.json has no bytes."""
+        """`val_bpb`: a validation loss (nats per token) as bits per byte of UTF-8 text, which does
+        not depend on the tokenizer. Begin- and end-of-text tokens count as tokens but have no
+        bytes. Empty if meta.json has no byte counts."""
         n_tokens, n_bytes = (self.meta.get(key, {}).get("val", 0) for key in ("tokens", "bytes"))
         return {"val_bpb": val_loss / math.log(2) * n_tokens / n_bytes} if n_bytes else {}
 
     def verify(self) -> None:
-        """Raises UserError if a file does not have the checksum that meta.json says."""
+        """Raises UserError if a file does not match its checksum in meta.json."""
         for split, expected in self.meta.get("crc32", {}).items():
             path = self.folder / f"{split}.bin"
             if file_crc(path) != expected:
                 raise UserError(
-                    f"{path} does not have the checksum in its meta.json: prepare the data set "
-                    "again, or copy it again"
+                    f"{path} does not match the checksum in its meta.json: prepare or copy the "
+                    "data set again"
                 )
 
     def summary(self, tokens_per_iter: int) -> str:
-        """For the beginning of a run's log."""
+        """The description of the data at the start of a run's log."""
         n_tokens = (self.folder / "train.bin").stat().st_size // np.dtype(self.dtype).itemsize
         line = f"data {self.folder}, {n_tokens:,} tokens, {tokens_per_iter:,} per iteration"
         if not self.meta:
-            line += " (no meta.json: taken for GPT-2's tokens)"
+            line += " (no meta.json: assuming GPT-2 tokens)"
         if "unigram_entropy" in self.meta:
             entropy = self.meta["unigram_entropy"]
             line += f"\nknowing only token frequencies gives val loss {entropy:.4f}"
@@ -151,11 +151,11 @@ class DataSet:
 class TokenFile:
     """A file of token ids, checked on opening.
 
-    It is read and not mapped: a mapped file's pages add up to resident memory, and where the file
-    is cut short meanwhile, or its disk fails, the process dies of a signal and not of an error.
+    It is read, not memory-mapped. The pages of a map count as resident memory, and if the file is
+    truncated or its disk fails, a map kills the process with a signal instead of an error.
 
-    Raises UserError when it is missing, empty, of odd size, too short for one window of
-    `block_size` tokens and its targets, or holds an id outside the vocabulary.
+    Raises UserError if the file is missing, empty, not a whole number of tokens, too short for one
+    window of `block_size` tokens and its targets, or holds an id outside the vocabulary.
     """
 
     def __init__(
@@ -167,7 +167,7 @@ class TokenFile:
         described: bool = False,
     ):
         self.path, self.block_size, self.vocab_size = path, block_size, vocab_size
-        self.described = described  # whether vocab_size is meta.json's
+        self.described = described  # whether vocab_size comes from meta.json
         self.dtype = np.dtype(dtype).newbyteorder("<")
         if not path.exists():
             raise UserError(f"{path} is missing: prepare the data set again")
@@ -186,24 +186,24 @@ class TokenFile:
                 f"least {block_size + 1}: use more data{smaller}"
             )
         self.file = open(path, "rb", buffering=0)
-        self.reading = threading.Lock()  # evaluation and the loader's thread move one position
+        self.reading = threading.Lock()  # evaluation and the loader's thread share a position
         scanned = min(self.n_tokens, SCAN_TOKENS)
         for start in range(0, scanned, 2**24):
             self.check(self.read(np.array([start]), min(2**24, scanned - start)))
 
     def check(self, ids: np.ndarray) -> None:
-        """Raises UserError if an id is outside the vocabulary (on a GPU it would be an assert)."""
+        """Raises UserError if an id is outside the vocabulary, before a GPU fails an assert."""
         if ids.max() >= self.vocab_size:
             least = math.ceil((ids.max() + 1) / 64) * 64
-            where = f"model's vocabulary has {self.vocab_size}: begin one with --vocab_size={least}"
+            where = f"model's vocabulary has {self.vocab_size}: retrain with --vocab_size={least}"
             if self.described:
-                where = f"vocabulary in its meta.json has {self.vocab_size}: prepare it again"
+                where = f"vocabulary in its meta.json has {self.vocab_size}: prepare the data again"
             raise UserError(f"{self.path} holds token id {ids.max()}, but the {where}")
 
     def read(self, starts: np.ndarray, length: int) -> np.ndarray:
         """`length` tokens from each of the offsets `starts`, (len(starts), length).
 
-        Raises UserError when the file has become shorter.
+        Raises UserError if the file has been truncated.
         """
         rows = np.empty((len(starts), length), self.dtype)
         with self.reading:
@@ -211,13 +211,13 @@ class TokenFile:
                 self.file.seek(start * self.dtype.itemsize)
                 if self.file.readinto(row) < row.nbytes:
                     raise UserError(
-                        f"{self.path} had {self.n_tokens} tokens when this run began and is "
-                        "shorter now: restore it, then go on with --init_from=resume"
+                        f"{self.path} had {self.n_tokens} tokens when this run started and is "
+                        "shorter now: restore it, then continue with --init_from=resume"
                     )
         return rows
 
     def beginning(self, length: int) -> np.ndarray:
-        """The first tokens, `length` at most."""
+        """The first `length` tokens, or all if there are fewer."""
         return self.read(np.zeros(1, np.int64), min(length, self.n_tokens))[0]
 
     def windows(self, starts: np.ndarray) -> np.ndarray:
@@ -228,12 +228,12 @@ class TokenFile:
 
 
 class DataLoader:
-    """Micro-batches of one process, read one ahead by a thread and pinned for a GPU.
+    """The micro-batches of one process. A thread reads one ahead, and pins it for a GPU.
 
     Args:
         file: the training tokens.
-        batch_size: sequences in a micro-batch of one process.
-        accumulation: micro-batches in a step, all processes counted together.
+        batch_size: sequences per micro-batch.
+        accumulation: micro-batches per step, over all processes.
         offset: windows drawn before step 0; non-zero after a resume with another global batch.
     """
 
@@ -250,12 +250,12 @@ class DataLoader:
         self.accumulation, self.process, self.offset = accumulation, process, offset
         self.reader = ThreadPoolExecutor(max_workers=1)
         n_tokens = file.n_tokens
-        # one fewer than there is room for, so that an epoch can begin at any phase
+        # one fewer than would fit, so that an epoch can start at any phase
         self.windows_per_epoch = max(1, n_tokens // file.block_size - 1)
         self.phases = min(file.block_size, n_tokens - self.windows_per_epoch * file.block_size)
 
     def position(self, step: int) -> int:
-        """Windows drawn from the endless list before `step`."""
+        """Windows drawn from the endless sequence before `step`."""
         return self.offset + step * self.batch_size * self.accumulation
 
     def starts(self, step: int, micro_step: int) -> np.ndarray:
@@ -273,7 +273,7 @@ class DataLoader:
         return starts
 
     def micro_batches(self, step: int) -> Iterator[Batch]:
-        """Every micro-batch of this process from `step` on, without end."""
+        """The endless micro-batches of this process, from `step` on."""
         micro_steps, device = self.accumulation // self.process.world_size, self.process.device
 
         def read(n: int) -> Batch:
@@ -293,12 +293,12 @@ def eval_batches(
     n_sequences: int,
     process: Process = ALONE,
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor, float]]:
-    """The same `n_sequences` windows every time, spread evenly over the file: tokens, targets, and
-    which share of all windows they are, so that means of batches add up to the mean of all.
+    """The same `n_sequences` windows every time, spread evenly over the file. Yields tokens,
+    targets, and the batch's share of all windows, which is its weight in the mean loss.
 
-    Each of N processes takes every N-th batch, and all get equally many, since they may exchange
-    weights on the way. All batches are full, for the sake of compiled code: what is missing is
-    filled up with windows of which no target counts (all -1).
+    Each of N processes takes every N-th batch. All get the same number of batches, because they may
+    exchange weights in each. Compiled code needs full batches, so missing windows are filled with
+    ones whose targets do not count (all -1).
     """
     starts = eval_starts(file, n_sequences)
     for first in range(0, n_sequences, process.world_size * batch_size):
@@ -315,7 +315,7 @@ def eval_starts(file: TokenFile, n_sequences: int) -> np.ndarray:
 
 
 def to_batch(windows: np.ndarray, device: torch.device) -> Batch:
-    """Tokens and, one position later, targets; in page-locked memory if the device is a GPU."""
+    """Tokens, and targets one position later; in pinned memory if the device is a GPU."""
     # copies, or the slices of a single window share memory
     tokens, targets = map(torch.from_numpy, (windows[:, :-1].copy(), windows[:, 1:].copy()))
     if device.type == "cuda":

@@ -1,6 +1,6 @@
-"""What must be right around torch: compilers, libcuda, the allocator.
+"""Checks of what torch depends on: compilers, libcuda, the allocator.
 
-`python -m steady.environment` prints a report for bug reports; it runs without a GPU, a compiler,
+`python -m steady.environment` prints a report for bug reports. It works without a GPU, a compiler
 or torch.
 """
 
@@ -23,7 +23,7 @@ from typing import Any
 from steady import ALLOCATOR_VARIABLES, start_script
 
 if __name__ == "__main__":
-    start_script()  # before torch is imported, as a run does
+    start_script()  # before importing torch, like a training run
 
 try:
     import torch
@@ -34,15 +34,15 @@ if torch is not None:
     from steady.hardware import choose_device
     from steady.kernels import kernels_work
 
-# the variable that chooses the compiler that torch uses, and what it looks for without it
+# the environment variable with torch's compiler, and the compilers that torch tries without it
 CPU_COMPILERS = "CXX", ("g++", "clang++")
 GPU_COMPILERS = "CC", ("cc", "gcc", "clang")
 
 
 def compile_obstacle(device: torch.device) -> str | None:
-    """Why torch.compile cannot work here, in one line with its remedy; None if nothing is known.
+    """Why torch.compile cannot work here, in one line with its remedy; None if no reason is known.
 
-    Without this a run finds out only in its trial step, after loading.
+    Without this check a run would only find out in its trial step, after loading.
     """
     for name in ("TORCHDYNAMO_DISABLE", "TORCH_COMPILE_DISABLE"):
         if os.environ.get(name, "0") not in ("0", ""):
@@ -64,7 +64,7 @@ def compile_obstacle(device: torch.device) -> str | None:
     if not find_compiler(variable, compilers):
         chosen = os.environ.get(variable)
         if chosen:
-            return f"{variable}={chosen} is no executable (it must be one word; unset it)"
+            return f"{variable}={chosen} is not an executable (it must be one word; unset it)"
         return f"no C compiler on PATH ({', '.join(compilers)}): apt install build-essential"
     if not find_python_header():
         version = f"{sys.version_info.major}.{sys.version_info.minor}"
@@ -73,20 +73,20 @@ def compile_obstacle(device: torch.device) -> str | None:
 
 
 def find_compiler(variable: str, names: tuple[str, ...]) -> str | None:
-    """Path of the compiler that the environment variable, else PATH, names."""
+    """Path of the compiler: the one in the environment variable, else the first of `names`."""
     if os.environ.get(variable):
         return shutil.which(os.environ[variable])
     return next(filter(None, map(shutil.which, names)), None)
 
 
 def find_python_header() -> Path | None:
-    """Path of Python.h, which compiled kernels' launchers include."""
+    """Path of Python.h, which the launchers of compiled kernels include."""
     header = Path(sysconfig.get_path("include")) / "Python.h"
     return header if header.exists() else None
 
 
 def find_libcuda(maps: Path = Path("/proc/self/maps")) -> Path | None:
-    """The driver library this process has loaded, wherever it lies; None without a driver."""
+    """The path of the driver library that this process has loaded; None without a driver."""
     with contextlib.suppress(OSError):
         ctypes.CDLL("libcuda.so.1")  # loading it does not start CUDA
     try:
@@ -97,17 +97,17 @@ def find_libcuda(maps: Path = Path("/proc/self/maps")) -> Path | None:
 
 
 def provide_libcuda(maps: Path = Path("/proc/self/maps")) -> str | None:
-    """Make Triton find libcuda without root; returns what is wrong if that is not possible.
+    """Make Triton find libcuda without root. Returns the problem if that is not possible.
 
-    Triton asks ldconfig, which on many clusters, containers and WSL does not know the driver's
-    folder, then fails with "libcuda.so cannot found". It prefers TRITON_LIBCUDA_PATH, so that is
-    set to a private folder with links under both names that its versions link against.
+    Triton asks ldconfig, which does not know the driver's folder on many clusters, in containers
+    and on WSL. Triton then fails with "libcuda.so cannot found". TRITON_LIBCUDA_PATH comes first,
+    so set it to a private folder with links under both names that Triton's versions use.
     """
     chosen = os.environ.get("TRITON_LIBCUDA_PATH")
     if chosen:
         if any((Path(chosen) / name).exists() for name in ("libcuda.so.1", "libcuda.so")):
             return None
-        return f"TRITON_LIBCUDA_PATH={chosen} holds no libcuda.so (unset it)"
+        return f"TRITON_LIBCUDA_PATH={chosen} has no libcuda.so (unset it)"
     library = find_libcuda(maps)
     if library is None:
         return "libcuda.so.1 is not loaded: is the NVIDIA driver installed?"
@@ -120,8 +120,8 @@ def provide_libcuda(maps: Path = Path("/proc/self/maps")) -> str | None:
 
 
 def provide_cache_folder() -> str | None:
-    """Give torch another cache folder where the one that is asked for cannot be written to; returns
-    what is wrong with that one."""
+    """Give torch a temporary cache folder if the one in TORCHINDUCTOR_CACHE_DIR is not writable.
+    Returns the problem with that one."""
     chosen = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
     if not chosen:
         return None
@@ -140,14 +140,14 @@ _kept_until_exit: list[Any] = []
 
 
 def expandable_segments() -> bool:
-    """Whether the CUDA allocator really uses expandable segments (allocates a few bytes to see)."""
+    """Whether the CUDA allocator really uses expandable segments (allocates a few bytes)."""
     torch.empty(1, device="cuda")
     settings = torch.cuda.memory._snapshot().get("allocator_settings", {})
     return bool(settings.get("expandable_segments", False))
 
 
 def driver_version() -> str | None:
-    """Of NVIDIA's driver, as Linux knows it."""
+    """The version of NVIDIA's driver, from Linux."""
     try:
         text = Path("/proc/driver/nvidia/version").read_text()
         return re.search(r"\d+\.\d+(\.\d+)?", text).group()
@@ -156,7 +156,7 @@ def driver_version() -> str | None:
 
 
 def report() -> list[tuple[str, str, str]]:
-    """The state of everything a run depends on: (ok | warning | problem, name, finding)."""
+    """Rows on everything a run depends on: (ok | warning | problem, name, finding)."""
     rows = []
 
     def row(name: str, finding: Any, state: str = "ok") -> None:
@@ -178,22 +178,22 @@ def report() -> list[tuple[str, str, str]]:
     if torch is None:
         row("torch", "not installed: pip install -r requirements.txt", "problem")
         return rows
-    row("torch", f"{torch.__version__}, CUDA {torch.version.cuda or 'not in this build'}")
+    row("torch", f"{torch.__version__}, CUDA {torch.version.cuda or 'not included'}")
     device = choose_device()
     row("device", "cpu: torch finds no GPU" if device.type == "cpu" else device.type,
         "warning" if device.type == "cpu" else "ok")  # fmt: skip
     if device.type == "cpu" and torch.version.cuda:
-        row("driver", f"{driver_version() or 'none'}: this torch needs one for CUDA "
+        row("driver", f"{driver_version() or 'none'}: this torch needs a driver for CUDA "
             f"{torch.version.cuda} or newer", "warning")  # fmt: skip
     if device.type == "cuda":
-        provide_libcuda()  # as a run does, so that kernels are tried as there
+        provide_libcuda()  # test kernels under the same conditions as a run
         properties = torch.cuda.get_device_properties(device)
         free, total = torch.cuda.mem_get_info(device)
         row("GPU", f"{torch.cuda.device_count()} x {properties.name}, compute capability "
                    f"{properties.major}.{properties.minor}")  # fmt: skip
         row("GPU memory", f"{free / 2**30:.1f} of {total / 2**30:.1f} GiB free",
             "ok" if free > total / 2 else "warning")  # fmt: skip
-        row("driver", driver_version() or "of unknown version")
+        row("driver", driver_version() or "unknown version")
         native = torch.cuda.is_bf16_supported(including_emulation=False)
         row("bfloat16", "native" if native else "not native: float16 is used",
             "ok" if native else "warning")  # fmt: skip
@@ -206,7 +206,7 @@ def report() -> list[tuple[str, str, str]]:
         libcuda = find_libcuda()
         row("libcuda", libcuda or "not found: install the NVIDIA driver",
             "ok" if libcuda else "problem")  # fmt: skip
-        row("kernels", "usable" if kernels_work() else "not usable: plain torch takes their place",
+        row("custom kernels", "usable" if kernels_work() else "not usable: plain torch is used",
             "ok" if kernels_work() else "warning")  # fmt: skip
         used = expandable_segments()
         row("allocator", "expandable segments in use" if used else
@@ -222,7 +222,7 @@ if __name__ == "__main__":
 
     configure(globals(), positional="")
     results = report()
-    for state, name, finding in results:  # narrow enough to be quoted
+    for state, name, finding in results:  # narrow enough to quote
         line = f"{state:8} {name:24} {finding}"
         print(textwrap.fill(line, 80, subsequent_indent=" " * 9))
     sys.exit(any(state == "problem" for state, _, _ in results))

@@ -1,7 +1,7 @@
-"""Sampling: a KV cache of static shape, the choice of the next token, decoding in a CUDA graph.
+"""Sampling: a static-shape KV cache, drawing the next token, and decoding in a CUDA graph.
 
-Shapes: B batch, T new tokens, H query heads, K key/value heads, D width of a head, S length of the
-cache, V vocabulary.
+Shapes: B batch, T new tokens, H query heads, K key/value heads, D head dimension, S cache length,
+V vocabulary size.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from steady.tokenizer import from_meta
 class KVCache:
     """Keys and values of the tokens decoded so far, for all layers.
 
-    Keys, values and the position are updated in place on the device, so that a decoding step can be
+    Keys, values and the position are updated in place on the device, so a decoding step can be
     recorded as a CUDA graph.
     """
 
@@ -38,7 +38,7 @@ class KVCache:
         device: torch.device,
         dtype: torch.dtype,
     ):
-        length = math.ceil(length / 16) * 16  # attention would copy a mask of any other width
+        length = math.ceil(length / 16) * 16  # attention copies masks of other widths
         shape = (batch_size, config.n_kv_head, length, config.head_dim)
         self.position = torch.zeros((), device=device, dtype=torch.int64)  # tokens held
         self.slots = torch.arange(length, device=device)
@@ -47,7 +47,7 @@ class KVCache:
         self.values = [torch.zeros_like(keys) for keys in self.keys]
 
     def advance(self, T: int) -> Tensor:
-        """Take the next T positions, (T,), and make their mask; returns them."""
+        """Reserve the next T positions and make their mask. Returns the positions (T,)."""
         self.positions = self.position + self.slots[:T]
         visible = self.slots <= self.positions[:, None]  # (T, S)
         mask = torch.where(visible, 0.0, -math.inf).to(self.keys[0].dtype)
@@ -56,8 +56,8 @@ class KVCache:
         return self.positions
 
     def layer(self, i: int) -> LayerCache:
-        """Layer i's part, for the positions that `advance` took. It does not refer to the cache: a
-        circle of references would keep the memory until the garbage collector comes."""
+        """Layer i's cache, for the positions from `advance`. It holds no reference to this object:
+        a reference cycle would keep the memory until the garbage collector runs."""
         return LayerCache(
             self.keys[i], self.values[i], self.positions, self.mask, self.heads_per_key
         )
@@ -74,11 +74,11 @@ class LayerCache(NamedTuple):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Store keys and values (B, K, T, D) of the new tokens, then let their queries (B, H, T, D)
-        attend to all that is held. Returns (B, H, T, D)."""
+        attend to everything in the cache. Returns (B, H, T, D)."""
         B, H, T, D = q.shape
         keys = self.keys.index_copy_(2, self.positions, k)
         values = self.values.index_copy_(2, self.positions, v)
-        # the query heads that share a key head become rows of one product
+        # the query heads that share a key head become rows of one matmul
         rows = q.reshape(B, k.shape[1], self.heads_per_key * T, D)
         y = F.scaled_dot_product_attention(rows, keys, values, attn_mask=self.mask)
         return y.reshape(B, H, T, D)
@@ -87,17 +87,17 @@ class LayerCache(NamedTuple):
 def require_room(
     config: GPTConfig, n: int, prompt: int, new: int, dtype: torch.dtype, device: torch.device
 ) -> None:
-    """Raises UserError if `device` cannot hold n samples of prompt + new tokens; nothing is
-    allocated."""
-    values = 2 * config.n_layer * config.n_kv_head * config.head_dim  # kept per token
+    """Raises UserError if `device` cannot hold n samples of prompt + new tokens. Allocates
+    nothing."""
+    values = 2 * config.n_layer * config.n_kv_head * config.head_dim  # cached per token
     cache = dtype.itemsize * n * values * min(config.block_size, prompt + new)
-    tokens = 2 * 8 * n * (prompt + new)  # they are copied with every new one
+    tokens = 2 * 8 * n * (prompt + new)  # every new token copies them
     needed = (cache + tokens + 3 * 4 * n * config.vocab_size) / 2**30  # logits, sorted, cumulative
     machine_gib = hardware.machine_memory_gib(device)
     if needed > machine_gib:
         raise UserError(
-            f"num_samples={n} with max_new_tokens={new} takes {needed:.1f} GiB, but {device} has "
-            f"{machine_gib:.1f} GiB: use less of either"
+            f"num_samples={n} with max_new_tokens={new} needs {needed:.1f} GiB, but {device} has "
+            f"{machine_gib:.1f} GiB: reduce one of them"
         )
 
 
@@ -114,21 +114,21 @@ def generate(
     on_token: Callable[[Tensor], bool | None] | None = None,
     cuda_graph: bool = False,
 ) -> Tensor:
-    """Continue every row of `tokens` (B, T), each row drawing on its own.
+    """Continue every row of `tokens` (B, T) independently.
 
     Args:
         temperature, top_k, top_p: see `draw`.
-        vocab_size: ids from here on are never drawn (the padding of a vocabulary).
-        on_token: called with every new column (B,) as it is drawn; the last one if it returns True.
+        vocab_size: ids from here on are never drawn (the padding of the vocabulary).
+        on_token: called with every new column (B,) as it is drawn; return True to stop.
         cuda_graph: record a decoding step and replay it, for speed on a GPU.
 
-    Returns (B, T + max_new_tokens), less if on_token ended it. Of a prompt longer than block_size
-    the model sees the end; when the context is full, it goes on with the newer half of it.
+    Returns (B, T + max_new_tokens), or fewer columns if on_token stops it. The model sees the last
+    block_size tokens of a longer prompt. When the context is full, it keeps the newer half.
     """
     size = model.config.block_size
     serves = cache_serves(model, vocab_size or model.config.vocab_size)
     if not serves:
-        print("note: with a KV cache this model computes something else: sampling without, slowly",
+        print("note: a KV cache changes this model's output: sampling without one, which is slow",
               file=sys.stderr)  # fmt: skip
         cuda_graph = False
     length = min(size, tokens.shape[1] + max_new_tokens)
@@ -140,11 +140,11 @@ def generate(
     def step(context: Tensor) -> Tensor:
         return model(context, cache=cache)
 
-    decode = None  # a step for a single token, once it is recorded
+    decode = None  # the recorded step for a single token
     held, context = 0, tokens[:, -size:]
     for _ in range(max_new_tokens):
         if cache is None:
-            held, context = 0, tokens[:, -size:]  # all of them again
+            held, context = 0, tokens[:, -size:]  # recompute all of them
         elif held + context.shape[1] > size:
             cache.position.zero_()
             held, context = 0, tokens[:, -max(1, size // 2) :]
@@ -163,8 +163,8 @@ def generate(
 
 
 def cache_serves(model: GPT, vocab_size: int) -> bool:
-    """Whether the model's last logits for a few tokens are the same with a KV cache. They are not
-    if attention was edited and KVCache was not, or if other layers look at other positions."""
+    """Whether the model's last logits for a few tokens are the same with a KV cache. They differ if
+    attention was edited but KVCache was not, or if other layers look at other positions."""
     weight, T = model.lm_head.weight, min(model.config.block_size, 32)
     if T < 2:
         return True
@@ -186,9 +186,9 @@ def draw(
 ) -> Tensor:
     """One token per row of `logits` (B, V); returns (B,).
 
-    temperature 0 (below 1e-6, where logits might overflow) takes the likeliest token. top_k 0 and
-    top_p 1 keep every token; otherwise only the k likeliest are kept, then the fewest of them whose
-    probabilities reach top_p (Holtzman et al. 2020).
+    temperature 0 (below 1e-6, where logits might overflow) takes the most likely token. top_k keeps
+    the k most likely tokens, then top_p keeps the fewest of them whose probabilities reach top_p
+    (Holtzman et al. 2020). top_k 0 and top_p 1 keep every token.
     """
     if temperature < 1e-6:
         return logits.argmax(dim=-1)
@@ -200,7 +200,7 @@ def draw(
         ordered, order = logits.sort(dim=-1, descending=True)
         probs = ordered.softmax(dim=-1)
         beyond = probs.cumsum(dim=-1) - probs >= top_p
-        beyond[:, 0] = False  # the likeliest is kept, however small top_p is
+        beyond[:, 0] = False  # keep the most likely token, however small top_p is
         logits = logits.masked_fill(beyond.gather(1, order.argsort(dim=-1)), -math.inf)
     return torch.multinomial(logits.softmax(dim=-1), 1, generator=generator).squeeze(1)
 
@@ -208,9 +208,9 @@ def draw(
 def as_cuda_graph(
     function: Callable[[Tensor], Tensor], example: Tensor
 ) -> Callable[[Tensor], Tensor]:
-    """`function` for tensors like `example`, recorded once: hundreds of kernels in one launch.
+    """Record `function` for tensors like `example`: hundreds of kernels become one launch.
 
-    It must have run before, since recording runs nothing. Every call returns the same tensor.
+    Run it once before, because recording does not run it. Every call returns the same tensor.
     """
     graph, static = torch.cuda.CUDAGraph(), example.clone()
     with torch.cuda.graph(graph):
@@ -231,10 +231,10 @@ def sample_while_training(
     autocast: contextlib.AbstractContextManager,
     seed: int,
 ) -> str:
-    """The text of the first 8 tokens of `file` and 100 tokens after them.
+    """Sample 100 tokens after the first 8 tokens of `file`. Returns the text of both.
 
-    It affects neither CUDA graphs nor training's random numbers: the model runs uncompiled, and
-    draws come from a generator of their own.
+    This affects neither CUDA graphs nor the random numbers of training: the model runs eagerly, and
+    sampling has its own generator.
     """
     device, tokenizer = model.lm_head.weight.device, from_meta(data.tokenizer)
     tokens = torch.from_numpy(file.beginning(8).astype("int64"))[None].to(device)  # (1, T)
@@ -246,6 +246,6 @@ def sample_while_training(
             generator=generator,
         )  # fmt: skip
     model.train()
-    # A sample leaves cached blocks of sizes that training has no use for. (Without CUDA: nothing.)
+    # Sampling leaves cached blocks in sizes that training cannot use. (Without CUDA: a no-op.)
     torch.cuda.empty_cache()
     return tokenizer.decode(out[0].tolist())

@@ -1,4 +1,4 @@
-"""What to compute on and how: device, number formats, kernels; and what a device says of itself."""
+"""Choosing and describing the hardware: device, dtype, CPU kernels, memory, peak FLOP/s."""
 
 import contextlib
 import ctypes
@@ -14,11 +14,11 @@ from torch import Tensor
 
 from steady import UserError
 
-MEMORY_FOR_CUDA = 0.03  # share of a GPU's memory that CUDA and its libraries need for themselves
-MIN_BFLOAT16_WIDTH = 128  # of models that a CPU with instructions for it trains faster
+MEMORY_FOR_CUDA = 0.03  # share of a GPU's memory that CUDA and its libraries need
+MIN_BFLOAT16_WIDTH = 128  # of models that train faster in bfloat16 on a CPU with support for it
 
-# Dense bf16/fp16 tensor-core peaks in FLOP/s from the vendor's data sheets. The first name whose
-# words are in torch.cuda.get_device_name() counts, so longer names come first.
+# Dense bf16/fp16 tensor-core peaks in FLOP/s from the vendor's data sheets. The first name found in
+# torch.cuda.get_device_name() counts, so longer names come first.
 PEAK_FLOPS = {
     "GB200": 2500e12,
     "B200": 2250e12,
@@ -40,10 +40,10 @@ PEAK_FLOPS = {
     "V100": 125e12,
     "T4": 65e12,
 }
-# Consumer cards: dense, float32 sums, which their tensor cores do at twice the float32 rate of the
-# shaders: "Peak BF16 Tensor TFLOPS with FP32 Accumulate" in NVIDIA's architecture white papers
-# "GA102" (30), "Ada" (40) and "RTX Blackwell" (50), appendix A; cards that these leave out by twice
-# the shaders' TFLOPS of their product pages.
+# Consumer cards: dense, with float32 sums. The values are "Peak BF16 Tensor TFLOPS with FP32
+# Accumulate" in appendix A of NVIDIA's architecture white papers "GA102" (30), "Ada" (40) and "RTX
+# Blackwell" (50). That is twice the shaders' float32 rate, so cards missing there have twice the
+# shader TFLOPS of their product pages.
 PEAK_FLOPS |= {
     f"RTX {name}": tflops * 1e12
     for name, tflops in {
@@ -57,10 +57,10 @@ PEAK_FLOPS |= {
 
 
 def choose_device(name: str = "auto", local_rank: int | None = None) -> torch.device:
-    """The device called `name`, or for "auto" the best there is: cuda, then mps, then cpu.
+    """The device `name`, or for "auto" the best available: cuda, then mps, then cpu.
 
-    One of several processes on a machine gets the GPU with the number of its `local_rank`.
-    Raises UserError when the name is unknown or the device is not there.
+    With several processes on a machine, each gets the GPU number `local_rank`.
+    Raises UserError if the name is unknown or the device is not available.
     """
     if name == "auto":
         if torch.cuda.is_available():
@@ -75,7 +75,7 @@ def choose_device(name: str = "auto", local_rank: int | None = None) -> torch.de
             raise UserError(f"device={name} cannot be shared by several processes: use cuda")
         if local_rank >= torch.cuda.device_count():
             raise UserError(
-                f"process {local_rank} of this machine has no GPU, there are "
+                f"process {local_rank} of this machine has no GPU, there are only "
                 f"{torch.cuda.device_count()}: use a smaller --nproc_per_node"
             )
         name = f"cuda:{local_rank}"
@@ -85,20 +85,20 @@ def choose_device(name: str = "auto", local_rank: int | None = None) -> torch.de
     except (RuntimeError, AssertionError) as error:
         reason = str(error).splitlines()[0].split(". ")[0]
         raise UserError(
-            f"device {name!r} is not usable here: {reason}; python -m steady.environment says "
-            "more, and --device=auto takes what there is"
+            f"device {name!r} is not usable here: {reason}; run python -m steady.environment for "
+            "details, or use --device=auto"
         ) from None
     if device.type == "cuda" and device.index is not None:
-        torch.cuda.set_device(device)  # the calls that name no device mean this one
+        torch.cuda.set_device(device)  # the default for calls without a device
     return device
 
 
 def choose_dtype(name: str, device: torch.device, width: int = 0) -> torch.dtype:
-    """The dtype to compute in; "auto": bfloat16 or float16 on a GPU, float32 elsewhere, but on a
-    CPU bfloat16 for training a model of that `width` where `fastest_on_cpu` says so (0: float32;
-    several processes, each of which measured, might not agree).
+    """The dtype to compute in. "auto" is bfloat16 or float16 on a GPU and float32 elsewhere. When
+    training on a CPU it is the choice of `fastest_on_cpu` for the model's `width`. Width 0 means
+    float32, for example for several processes, whose measurements might disagree.
 
-    In training, weights, gradients and optimizer state are float32 in any case.
+    In training, weights, gradients and optimizer state are always float32.
     """
     if name == "auto":
         name = fastest_on_cpu(width) if device.type == "cpu" else "float32"
@@ -109,16 +109,16 @@ def choose_dtype(name: str, device: torch.device, width: int = 0) -> torch.dtype
 
 
 def fastest_on_cpu(width: int, cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
-    """The dtype in which a model of that width trains fastest on this CPU: float32, or bfloat16
-    where there are instructions for such products and they are fast, which is tried out: a product
-    of 512 by 512 then takes a quarter of float32's time (Intel's AMX) or half of it (AMD's
-    AVX512_BF16; Intel's takes longer than float32). Narrow models gain nothing.
+    """The dtype in which a model of this width trains fastest on this CPU: bfloat16 if the CPU has
+    instructions for it and a measurement shows that they are fast, else float32. A 512 by 512
+    matmul takes a quarter of float32's time with Intel's AMX, half with AMD's AVX512_BF16, and
+    longer with Intel's AVX512_BF16. Narrow models gain nothing.
     """
     if width < MIN_BFLOAT16_WIDTH or not re.search("amx_bf16|avx512_bf16", described(cpuinfo)):
         return "float32"
     precision, threads = torch.get_float32_matmul_precision(), torch.get_num_threads()
-    multiply_by_onednn(cpuinfo)  # as float32 would be trained
-    torch.set_num_threads(1)  # and its own time, so that it does not matter what else is running
+    multiply_by_onednn(cpuinfo)  # like float32 training
+    torch.set_num_threads(1)  # one thread's CPU time does not depend on other programs
     seconds = {}
     for dtype in (torch.float32, torch.bfloat16):
         a, times = torch.ones(512, 512, dtype=dtype), []
@@ -134,7 +134,7 @@ def fastest_on_cpu(width: int, cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
 
 
 def described(cpuinfo: Path) -> str:
-    """What Linux says of the processor; nothing on other systems."""
+    """Linux's description of the processor; empty on other systems."""
     try:
         return cpuinfo.read_text(encoding="utf-8")
     except OSError:
@@ -142,37 +142,36 @@ def described(cpuinfo: Path) -> str:
 
 
 def autocast(device: torch.device, dtype: torch.dtype) -> contextlib.AbstractContextManager:
-    """The context to run forward passes in."""
+    """The context for forward passes."""
     if dtype == torch.float32:
         return contextlib.nullcontext()
     return torch.autocast(device.type, dtype)
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype, devices: int = 1) -> float | None:
-    """The peak FLOP/s for matrix products in `dtype` of so many such devices, or None where it is
-    not known."""
+    """The peak FLOP/s of several devices together, for matmuls in `dtype`; None if unknown."""
     if device.type != "cuda" or dtype == torch.float32:
         return None
     name = torch.cuda.get_device_name(device)
     for key, peak in PEAK_FLOPS.items():
-        if re.search(rf"\b{key}\b(?! (Laptop|D|Ti|SUPER)\b)", name):  # those are other GPUs
+        if re.search(rf"\b{key}\b(?! (Laptop|D|Ti|SUPER)\b)", name):  # other GPUs
             return devices * peak
     return None
 
 
 def peak_memory_gib(device: torch.device) -> float | None:
-    """Most GPU memory allocated so far, in GiB; None on devices without that counter."""
+    """Peak GPU memory allocated so far, in GiB; None on devices without that counter."""
     return torch.cuda.max_memory_allocated(device) / 2**30 if device.type == "cuda" else None
 
 
 def total_memory_gib(device: torch.device) -> float | None:
-    """The memory of the GPU, in GiB; None on devices that do not say."""
+    """The memory of the GPU, in GiB; None on other devices."""
     return torch.cuda.mem_get_info(device)[1] / 2**30 if device.type == "cuda" else None
 
 
 def available_memory_gib(device: torch.device) -> float:
-    """GPU memory a step may take: what is free and what this process has, less what CUDA needs;
-    infinity on other devices."""
+    """GPU memory that a step can use, in GiB: free memory plus this process's, minus CUDA's needs.
+    Infinity on other devices."""
     if device.type != "cuda":
         return math.inf
     free, total = torch.cuda.mem_get_info(device)
@@ -181,15 +180,15 @@ def available_memory_gib(device: torch.device) -> float:
 
 
 def machine_memory_gib(device: torch.device) -> float:
-    """What a process can have at most, in GiB: `available_memory_gib` of a GPU, else what the
-    machine and its container have free, swap included; infinity where that is not known."""
+    """The most memory a process can have, in GiB: `available_memory_gib` of a GPU, else the free
+    memory of the machine and its container, with swap; infinity if unknown."""
     of_gpu = available_memory_gib(device)
     if of_gpu < math.inf:
         return of_gpu
     found = [math.inf]
-    with contextlib.suppress(OSError, ValueError, AttributeError):  # all there is (not on Windows)
+    with contextlib.suppress(OSError, ValueError, AttributeError):  # total (not on Windows)
         found.append(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
-    with contextlib.suppress(OSError, KeyError, ValueError):  # Linux, where more is known
+    with contextlib.suppress(OSError, KeyError, ValueError):  # free (only on Linux)
         lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
         kib = {name: int(value.split()[0]) for name, value in (line.split(":") for line in lines)}
         found.append(1024 * (kib["MemAvailable"] + kib["SwapFree"]))
@@ -200,8 +199,8 @@ def machine_memory_gib(device: torch.device) -> float:
 
 
 def to_host_async(*scalars: Tensor) -> Callable[[], list[float]]:
-    """Start copying scalars from the device; the function returned gives their values. It waits for
-    what computes them, but not for what the device has been given to do since."""
+    """Start copying scalars from the device and return a function that gives their values. It waits
+    for the kernels that compute them, but not for kernels launched later."""
     numbers = torch.stack(scalars)
     if not numbers.is_cuda:
         return numbers.tolist
@@ -216,21 +215,21 @@ def to_host_async(*scalars: Tensor) -> Callable[[], list[float]]:
 
 
 def prepare(device: torch.device, dtype: torch.dtype, width: int, block_size: int) -> None:
-    """Set torch and the C library up for training a model of that width and context on `device`."""
+    """Set up torch and the C library to train a model of this width and context on `device`."""
     if device.type == "cuda":
-        torch.set_float32_matmul_precision("high")  # TF32 for what stays in float32
+        torch.set_float32_matmul_precision("high")  # TF32 for matmuls that stay in float32
     if device.type == "cpu":
         keep_freed_memory()
         use_onednn(device, dtype, width, block_size)
 
 
 def keep_freed_memory() -> None:
-    """Let the C library keep what tensors on the CPU free: glibc gives large blocks back to the
-    system after a step, and the next one faults them in again, page by page (4% of a small model's
-    step). Other C libraries stay as they are."""
+    """Let the C library keep the memory that CPU tensors free. By default glibc returns big blocks
+    to the system after a step, and the next step faults them in again, page by page (4% of a small
+    model's step). Other C libraries are not changed."""
     with contextlib.suppress(AttributeError, OSError, TypeError):
         mallopt = ctypes.CDLL(None).mallopt
-        mallopt(-3, 2**25)  # M_MMAP_THRESHOLD, and the largest it takes
+        mallopt(-3, 2**25)  # M_MMAP_THRESHOLD, at its maximum
         mallopt(-1, 2**30)  # M_TRIM_THRESHOLD
 
 
@@ -241,12 +240,12 @@ def use_onednn(
     block_size: int,
     cpuinfo: Path = Path("/proc/cpuinfo"),
 ) -> bool:
-    """Compute float32 products on a CPU by oneDNN where that is faster (narrow models gain nothing)
-    and exact. Returns whether it does.
+    """Use oneDNN for float32 matmuls on a CPU if it is faster (narrow models gain nothing) and
+    exact. Returns whether it is used.
 
-    Where short contexts are slow in the fused attention kernel, attention is computed step by step,
-    in float32: that kernel multiplies small blocks, for which oneDNN is slow, and bfloat16 takes up
-    to five times as long.
+    The fused attention kernel is slow for short contexts, so attention then runs unfused, in
+    float32. The fused kernel multiplies small blocks, which is slow in oneDNN, and takes up to five
+    times as long in bfloat16.
     """
     if device.type != "cpu":
         return False
@@ -257,11 +256,11 @@ def use_onednn(
 
 
 def multiply_by_onednn(cpuinfo: Path) -> bool:
-    """Have oneDNN compute float32 products where torch's choice, MKL, uses half of the processor:
-    on AMD with AVX-512 (190 against 400 GFLOP/s on two cores of a Zen 5). Returns whether it does.
+    """Use oneDNN for float32 matmuls on AMD with AVX-512, where torch's default, MKL, is half as
+    fast (190 against 400 GFLOP/s on two cores of a Zen 5). Returns whether it is used.
 
-    The setting permits rounding to bfloat16, which oneDNN does on processors with AMX; whether it
-    does here is tried out.
+    The setting permits rounding to bfloat16, which oneDNN does on processors with AMX. A test
+    matmul shows whether it does so here.
     """
     amd = "AuthenticAMD" in described(cpuinfo)
     if not amd or torch.backends.cpu.get_cpu_capability() != "AVX512":
@@ -275,6 +274,6 @@ def multiply_by_onednn(cpuinfo: Path) -> bool:
 
 
 def products_are_exact() -> bool:
-    """Whether a float32 product on the CPU keeps more than bfloat16's digits."""
+    """Whether a float32 matmul on the CPU is more precise than bfloat16."""
     a = torch.full((512, 512), 1 + 2**-12)  # 1.0 in bfloat16
     return bool(((a @ a).mean() - 512.25).abs() < 0.01)

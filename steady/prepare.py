@@ -1,14 +1,14 @@
-"""Documents to token files: a data set that train.py reads is train.bin, val.bin and meta.json.
+"""Documents to token files. train.py reads a data set of train.bin, val.bin and meta.json.
 
 Token files are headerless little-endian uint16, or uint32 when the vocabulary needs it. meta.json
-names the tokenizer, the vocabulary size and the dtype, and of each file the number of tokens, the
-bytes of text that they stand for, and the checksum (CRC-32).
+holds the tokenizer, the vocabulary size and the dtype, and for each file the number of tokens, the
+number of bytes of their text, and the checksum (CRC-32).
 
-Data sets from the Hugging Face hub, and files of one's own, are tokenized in shards. Every shard
-becomes files under `.shards/`, which is locked; an interrupted run goes on with those that are
-missing. The names of all files that are written belong to one run, and a shard counts once its
-record is there, which is written last and says how long the files are. Which documents are held out
-depends on their position only, not on processes or restarts.
+Data sets from the Hugging Face hub and your own files are tokenized in shards. Each shard becomes
+files under `.shards/`, which is locked; after an interruption, the next run makes the missing
+shards. File names are unique to a run. A shard is complete once it has a record, which is written
+last and holds the lengths of the files. The choice of held-out documents depends only on their
+position, not on processes or restarts.
 """
 
 import contextlib
@@ -52,19 +52,19 @@ SPLITS = ("train", "val")
 FILES = (*(f"{split}.bin" for split in SPLITS), "meta.json")  # of a data set
 BUFFER_TOKENS = 2**20  # tokens held before they are written
 DOCUMENTS_PER_SHARD = 50_000
-SHARDS = ".shards"  # folder of the finished parts, removed at the end: no name a user would choose
-BPE_BYTES = 2**28  # of text that a BPE is trained on
+SHARDS = ".shards"  # folder of finished shards, removed at the end: a name no user would choose
+BPE_BYTES = 2**28  # of text to train a BPE on
 
-# what the prepare.py of every data set from the hub accepts, besides what it defines itself
+# settings of every hub data set's prepare.py, besides its own
 
 # preparation
 split = "train"  # split of the repository; val_fraction of it is held out
-revision = "main"  # commit, tag or branch: name a commit for a data set that never changes
+revision = "main"  # commit, tag or branch; a commit pins the data
 tokenizer = "gpt2"  # gpt2, byte, hf:PATH_OR_HUB_ID, or run:FOLDER
-special_tokens = False  # read special tokens that texts spell as tokens: for chat data
+special_tokens = False  # encode special tokens in the text as tokens: for chat data
 num_proc = 1  # processes that tokenize
 streaming = False  # read over the network without keeping a copy of the text
-max_tokens = 0  # of the training set: the first so many; 0: all
+max_tokens = 0  # stop after this many training tokens; 0: take all
 out = ""  # folder to write to; default: the data set's own
 
 
@@ -75,7 +75,7 @@ def token_dtype(tokenizer: Tokenizer) -> np.dtype:
 
 class TokenWriter:
     """Appends documents to an open token file, each between the tokenizer's begin-of-text and
-    end-of-text tokens where it has them. Counts tokens and the bytes of their text (UTF-8)."""
+    end-of-text tokens if it has them. Counts tokens and the bytes of their text (UTF-8)."""
 
     def __init__(self, file: Any, tokenizer: Tokenizer):
         self.file, self.tokenizer, self.dtype = file, tokenizer, token_dtype(tokenizer)
@@ -84,16 +84,16 @@ class TokenWriter:
         self.end = [] if tokenizer.end_of_text is None else [tokenizer.end_of_text]
         self.chat = getattr(tokenizer, "special_tokens", False)
         self.pieces: list[Sequence[int]] = []
-        self.held = 0  # tokens in them, and one for each, since empty ones take memory too
+        self.held = 0  # tokens in pieces, plus one per piece, since empty ones take memory too
         self.tokens = self.bytes = 0
 
     def add(self, text: str) -> None:
-        """Add a document, or nothing at all if the tokenizer fails."""
+        """Add a document, or nothing if the tokenizer fails."""
         n_bytes = len(text) if text.isascii() else len(text.encode())
         long = len(text) > 2 * PIECE
         pieces = list(encode_pieces(self.tokenizer, [text])) if long else [self.encode(text)]
         begin, end = self.begin, self.end
-        if self.chat:  # the text may spell them itself
+        if self.chat:  # the text may contain them already
             begin = begin if list(pieces[0][:1]) != begin else []
             end = end if list(pieces[-1][-1:]) != end else []
         self.bytes += n_bytes
@@ -109,7 +109,7 @@ class TokenWriter:
     def flush(self) -> None:
         if self.pieces:
             ids = np.concatenate(self.pieces, dtype=self.dtype, casting="unsafe")
-            self.file.write(ids.data)  # ndarray.tofile's error does not say that a disk is full
+            self.file.write(ids.data)  # ndarray.tofile does not report a full disk as such
             self.tokens += len(ids)
         self.pieces, self.held = [], 0
 
@@ -132,7 +132,7 @@ def write_dataset(
             writer.add(document)
         return writer.counts()
 
-    claim(Path(folder) / SHARDS)  # no other preparation writes here now
+    claim(Path(folder) / SHARDS)  # lock out other preparations
     try:
         return complete(Path(folder), tokenizer, write)
     finally:
@@ -142,8 +142,8 @@ def write_dataset(
 def complete(
     folder: Path, tokenizer: Tokenizer, write: Callable[[Any, str], dict[str, int]]
 ) -> dict[str, int]:
-    """Make the three files of a data set: `write(file, split)` writes tokens to an open file and
-    returns their counts. They appear together, when all of them are on disk."""
+    """Make the three files of a data set. `write(file, split)` writes tokens to an open file and
+    returns their counts. The files appear together, once all of them are on disk."""
     require_ours(folder)
     remove_temporary(folder, FILES)
     kept = own_tokenizer(folder)
@@ -159,7 +159,7 @@ def complete(
             if counts[split]["tokens"] * dtype.itemsize != file.tell():
                 raise AssertionError(f"{split}: {counts[split]}, but {file.tell()} bytes")
             ends = (tokenizer.begin_of_text is not None) + (tokenizer.end_of_text is not None)
-            if counts[split]["tokens"] <= ends:  # one text, and nothing in it
+            if counts[split]["tokens"] <= ends:  # a single, empty text
                 raise UserError(
                     f"the {split} split of {folder} would be empty: use more text, or another "
                     "--val_fraction"
@@ -182,14 +182,14 @@ def complete(
         print(f"{folder / split}.bin: {counts[split]['tokens']:,} tokens{replaced}")
     name = folder.name if folder.resolve().parent.name == "data" else folder
     print(
-        f"vocabulary {tokenizer.vocab_size:,}; to train on it: "
+        f"vocabulary size {tokenizer.vocab_size:,}; train on it with: "
         f"python train.py --dataset={shlex.quote(str(name))} --out_dir=out-{folder.name}"
     )
     return {split: counts[split]["tokens"] for split in SPLITS}
 
 
 def unigram_entropy(path: str, tokenizer: Tokenizer) -> float:
-    """The loss of the best model that knows nothing but how often each token occurs, in nats."""
+    """The loss in nats of the best model that only knows token frequencies."""
     seen = np.zeros(tokenizer.vocab_size, dtype=np.int64)
     with open(path, "rb") as file:
         while len(ids := np.fromfile(file, dtype=token_dtype(tokenizer), count=BUFFER_TOKENS)):
@@ -199,15 +199,15 @@ def unigram_entropy(path: str, tokenizer: Tokenizer) -> float:
 
 
 def require_ours(folder: Path) -> None:
-    """Raises UserError where a meta.json would be replaced that describes no data set, or token
-    files that none describes (nanoGPT's, unless its meta.pkl asks for a new one)."""
+    """Raises UserError instead of replacing a meta.json that describes no data set, or token files
+    without a meta.json (nanoGPT's, unless there is a meta.pkl, which cannot be used)."""
     path = folder / "meta.json"
     if not os.path.lexists(path):
         for bare in (folder / f"{split}.bin" for split in SPLITS):
             there = os.path.lexists(bare) and not bare.is_symlink()
             if there and not (folder / "meta.pkl").exists():
                 raise UserError(
-                    f"{bare} is there without a meta.json, as nanoGPT's are: move it, or use "
+                    f"{bare} exists without a meta.json, like nanoGPT's files: move it, or use "
                     "another --out"
                 )
         return
@@ -216,11 +216,11 @@ def require_ours(folder: Path) -> None:
         if "tokenizer" in meta and "dtype" in meta:
             check_meta(meta, str(path))
             return
-    raise UserError(f"{path} is there and belongs to no data set: move it, or use another --out")
+    raise UserError(f"{path} exists and belongs to no data set: move it, or use another --out")
 
 
 def own_tokenizer(folder: Path) -> str | None:
-    """The tokenizer.json in `folder` that the data set there was made with, as meta.json has it."""
+    """meta.json's copy of the tokenizer.json in `folder`; None if the data set uses another."""
     with contextlib.suppress(ValueError, TypeError, RecursionError):
         text = read_json(folder / "meta.json").get("json")
         if text and json.loads(text) == read_json(folder / "tokenizer.json"):
@@ -229,13 +229,13 @@ def own_tokenizer(folder: Path) -> str | None:
 
 
 def split_text(text: str, val_fraction: float = 0.1) -> dict[str, list[str]]:
-    """The last `val_fraction` of a text as validation set, as nanoGPT's prepare scripts do."""
+    """Hold out the last `val_fraction` of a text, as nanoGPT's prepare scripts do."""
     cut = int(len(text) * (1 - val_fraction))
     return {"train": [text[:cut]], "val": [text[cut:]]}
 
 
 def prepare_hub_dataset(namespace: dict[str, Any]) -> None:
-    """All that a data set's prepare.py does with its `globals()` and the command line."""
+    """The main function of a hub data set's prepare.py, called with its `globals()`."""
     config = configure(namespace, base=__file__, positional="")
     folder = config.pop("out") or Path(namespace["__file__"]).parent
     chosen = tokenizer_named(config.pop("tokenizer"), config.pop("special_tokens"))
@@ -254,25 +254,26 @@ def prepare_from_hub(
     streaming: bool = streaming,
     max_tokens: int = max_tokens,
 ) -> None:
-    """Write train.bin, val.bin and meta.json of one split of a data set to `folder`.
+    """Write train.bin, val.bin and meta.json for one split of a data set to `folder`.
 
     Args:
-        path: a repository on the hub, or a local folder of the same form; name: its configuration.
-        split: of the repository.
+        path: a repository on the hub, or a local folder with the same layout.
+        name: the data set's configuration.
+        split: the split of the repository.
         revision: commit, tag or branch of the repository.
         val_fraction: share of the documents held out for validation.
-        streaming: read over the network without keeping a copy; else cached by `datasets`.
-        max_tokens: of the training set, from its beginning; 0: all. With streaming nothing more
-            than that (and the rest of a shard) is read.
+        streaming: read over the network without keeping a copy; else `datasets` caches one.
+        max_tokens: stop after this many training tokens; 0: take all. Streaming then downloads only
+            as many shards as that takes.
 
-    Raises UserError, one line, when the data cannot be had or the disk is too small.
+    Raises UserError if the data cannot be loaded or the disk is too small.
     """
     folder = Path(folder)
     dataset = load(path, name, split, revision, num_proc, streaming)
     if "text" not in (dataset.column_names or ["text"]):
         raise UserError(
             f"{path} has no column text, only {shown(', '.join(dataset.column_names))}: save it as "
-            "Parquet files, and use data/text/prepare.py with --column=NAME"
+            "Parquet files, and pass them to data/text/prepare.py with --column=NAME"
         )
     n_shards = dataset.num_shards if streaming else math.ceil(len(dataset) / DOCUMENTS_PER_SHARD)
     source = {
@@ -282,7 +283,7 @@ def prepare_from_hub(
     }  # fmt: skip
     size = dataset.info.dataset_size or (0 if streaming else dataset.data.nbytes)
     jobs = [(dataset, n_shards, i, tokenizer, val_fraction) for i in range(n_shards)]
-    # a token takes two bytes and stands for about four of text
+    # a token takes two bytes and covers about four bytes of text
     write_in_shards(folder, tokenizer, source, write_shard, jobs, size // 2, num_proc, max_tokens)
 
 
@@ -296,12 +297,12 @@ def prepare_from_files(
     skip_bad_rows: bool = False,
     special_tokens: bool = False,
 ) -> None:
-    """Write train.bin, val.bin and meta.json of the texts in files (see steady/textfiles.py).
+    """Write train.bin, val.bin and meta.json for the texts in files (see steady/textfiles.py).
 
-    tokenizer: as `load_tokenizer` takes it, or char, or bpe:SIZE, for which all is read twice.
+    tokenizer: a name for `load_tokenizer`, or char or bpe:SIZE, which read all files twice.
 
-    Raises UserError, one line, for a file that cannot be read and, unless `skip_bad_rows`, for the
-    first row without text.
+    Raises UserError for a file that cannot be read and, unless `skip_bad_rows`, for the first row
+    without text.
     """
     folder = Path(folder)
     require_ours(folder)
@@ -317,11 +318,13 @@ def prepare_from_files(
     elif tokenizer.startswith("bpe:") and not special_tokens:
         chosen = own_bpe(folder, tokenizer, groups, column, skip_bad_rows)
     elif special_tokens and tokenizer.startswith("bpe:"):
-        raise UserError("special_tokens=True is for gpt2 and hf: tokenizers, a new BPE has none")
+        raise UserError(
+            "special_tokens=True needs a gpt2 or hf: tokenizer, a new BPE has no special tokens"
+        )
     else:
         chosen = tokenizer_named(tokenizer, special_tokens)
     if special_tokens and not getattr(chosen, "special_tokens", False):
-        raise UserError(f"special_tokens=True is for gpt2 and hf: tokenizers, not {tokenizer}")
+        raise UserError(f"special_tokens=True needs a gpt2 or hf: tokenizer, not {tokenizer}")
     groups = textfiles.plan(paths, val_fraction, chosen.seam)
     source = {
         "files": [[str(p), p.stat().st_size, p.stat().st_mtime_ns] for p in paths],
@@ -336,7 +339,7 @@ def prepare_from_files(
 
 
 def tokenizer_named(name: str, special_tokens: bool) -> Tokenizer:
-    """As `load_tokenizer`; run:FOLDER is that of a run of train.py's."""
+    """Like `load_tokenizer`, but also takes run:FOLDER: the tokenizer of a training run."""
     if not name.startswith("run:"):
         return load_tokenizer(name, special_tokens)
     from steady import checkpoint  # which needs torch
@@ -349,7 +352,7 @@ def tokenizer_named(name: str, special_tokens: bool) -> Tokenizer:
 def texts_of(
     groups: list[list[textfiles.Part]], column: str, skip_bad_rows: bool, description: str
 ) -> Iterator[str]:
-    """All texts of some parts of files, long ones in chunks."""
+    """All texts in parts of files, text files in chunks."""
     for parts in progress(groups, len(groups), description):
         for part in parts:
             if part.kind == "text":
@@ -365,38 +368,38 @@ def texts_of(
 def own_bpe(
     folder: Path, name: str, groups: list[list[textfiles.Part]], column: str, skip_bad_rows: bool
 ) -> Tokenizer:
-    """The BPE that `bpe:SIZE` names, trained on the texts (on parts that are spread over them, if
-    there are more than BPE_BYTES) and saved in `folder`; an interrupted run's is taken again."""
+    """Train a BPE of the size in `bpe:SIZE` on the texts (on evenly spread parts if they exceed
+    BPE_BYTES) and save it in `folder`. An interrupted run's BPE is reused."""
     size = name.partition(":")[2]
     if not size.isdigit():
-        raise UserError(f"unknown tokenizer={name!r}: write the vocabulary's size, as in bpe:8192")
+        raise UserError(f"unknown tokenizer={name!r}: give the vocabulary size, as in bpe:8192")
     for path in (folder / "tokenizer.json", folder / "tokenizer_config.json"):
         if os.path.lexists(path) and not own_tokenizer(folder):
-            raise UserError(f"{path} is there and of no data set: move it, or use another --out")
+            raise UserError(f"{path} is not part of a data set: move it, or use another --out")
     claim(folder / SHARDS)
     meta = {"size": int(size), "parts": hashlib.sha256(repr(groups).encode()).hexdigest()}
     kept = folder / SHARDS / "tokenizer"
     if kept.is_symlink():
-        raise UserError(f"{kept} is a link, which is not followed: delete it")
+        raise UserError(f"{kept} is a symbolic link, which is not followed: delete it")
     with contextlib.suppress(OSError, ValueError):
         if read_json(kept / "of.json") == meta:
             return load_tokenizer(f"hf:{kept}")
     held = sum(part.size for parts in groups for part in parts)
     every = max(1, math.ceil(held / BPE_BYTES))
-    texts = texts_of(groups[::every], column, skip_bad_rows, "reading, to train the tokenizer")
+    texts = texts_of(groups[::every], column, skip_bad_rows, "reading text for the tokenizer")
     trained = train_bpe((text[i : i + PIECE] for text in texts for i in range(0, len(text), PIECE)),
                         int(size))  # fmt: skip
     if trained.vocab_size < int(size):
-        print(f"note: the texts give {trained.vocab_size} tokens, not {size}")
+        print(f"note: the texts are enough for {trained.vocab_size} tokens only, not {size}")
     kept.mkdir(exist_ok=True)
     write_hf_tokenizer(trained.meta(), kept)
     with whole_file(kept / "of.json") as file:
         file.write(json.dumps(meta).encode())
-    return load_tokenizer(f"hf:{kept}")  # as it will be read again
+    return load_tokenizer(f"hf:{kept}")  # the same as after an interruption
 
 
 def bad_row(part: textfiles.Part, where: str, problem: str) -> UserError:
-    return UserError(f"{part.path}, {where}: {problem} (--skip_bad_rows=True leaves such rows out)")
+    return UserError(f"{part.path}, {where}: {problem} (--skip_bad_rows=True skips such rows)")
 
 
 def write_in_shards(
@@ -412,26 +415,26 @@ def write_in_shards(
     """Run `write(shard, job)` for every job whose shard is missing, then join the shards.
 
     Args:
-        source: what the shards depend on, to know those of an interrupted run again.
-        size: bytes that the tokens will take, about.
-        max_tokens: end with the shard that completes so many in the training set; 0: all shards.
+        source: everything the shards depend on, to recognise those of an interrupted run.
+        size: estimated bytes of the tokens.
+        max_tokens: stop with the shard that reaches this many training tokens; 0: all shards.
     """
     shards, width = folder / SHARDS, token_dtype(tokenizer).itemsize
     require_ours(folder)
     claim(shards)
     note, source = shards / "source.json", source | {"tokenizer": tokenizer.meta()}
     before = None
-    with contextlib.suppress(ValueError):  # a full disk cut it short
+    with contextlib.suppress(ValueError):  # a full disk truncated it
         before = read_json(note) or None
     if before != source:
         was = before if isinstance(before, dict) else {}
         other = sorted(k for k in source.keys() | was.keys() if was.get(k) != source.get(k))
         if other == ["skip_bad_rows"] and source.get("skip_bad_rows"):
-            other = []  # the shards that are there had no bad row
+            other = []  # the finished shards had no bad row
         if other and before is not None and any(shards.glob("[0-9]*.json")):
             raise UserError(
-                f"{shards} holds parts made with other {', '.join(other)} (what an interrupted run "
-                "has left): delete it to begin anew"
+                f"{shards} holds shards of an interrupted run with different {', '.join(other)}: "
+                "delete it to start over"
             )
         with whole_file(note) as file:
             file.write(json.dumps(source).encode())
@@ -440,12 +443,12 @@ def write_in_shards(
     records = [Record(shards / f"{i:05d}.json", digest, width) for i in range(len(jobs))]
     missing = [i for i, record in enumerate(records) if record.read() is None]
     kept = {name for r in records if (found := r.read()) for name, _ in found["files"].values()}
-    for path in shards.glob("*.bin"):  # of runs that were killed while they wrote
+    for path in shards.glob("*.bin"):  # left by runs that were killed
         if path.name not in kept:
             path.unlink(missing_ok=True)
     if len(missing) < len(jobs):
-        print(f"{len(jobs) - len(missing)} of {len(jobs)} shards are there already")
-    # shards and the result are both kept
+        print(f"{len(jobs) - len(missing)} of {len(jobs)} shards are already done")
+    # the disk must hold the shards and the result at the same time
     share = len(missing) / max(1, len(jobs))
     if max_tokens:
         size, share = max_tokens * width, 1.0
@@ -484,7 +487,7 @@ def write_in_shards(
                     file.write(block)
             for key in ("tokens", "bytes"):
                 total[key] += counts[key]
-        if file.tell() < total["tokens"] * width:  # cut short: how much text that is, is not known
+        if file.tell() < total["tokens"] * width:  # truncated: the bytes of its text are unknown
             total["tokens"] = file.tell() // width
             del total["bytes"]
         return total
@@ -492,11 +495,11 @@ def write_in_shards(
     rows = [row for record in records[:used] for row in record.read()["skipped"]]
     if rows:
         print(visible("\n".join(rows[:10] + (["..."] if len(rows) > 10 else []))))
-        print(f"warning: {len(rows):,} rows without text were left out")
+        print(f"warning: skipped {len(rows):,} rows without text")
     try:
         complete(folder, tokenizer, join)
     except UserError:
-        shutil.rmtree(shards)  # parts of nothing: they would stand in the way of more text
+        shutil.rmtree(shards)  # useless, and they would block a second try with more text
         raise
     if (shards / "tokenizer").exists():
         for path in (shards / "tokenizer").glob("tokenizer*.json"):
@@ -507,14 +510,14 @@ def write_in_shards(
 class Record:
     """The record of a shard: the names, lengths and checksums of its files, as JSON.
 
-    digest: of what the shard depends on. width: bytes of a token.
+    digest: hash of everything the shard depends on. width: bytes per token.
     """
 
     def __init__(self, path: Path, digest: str, width: int):
         self.path, self.digest, self.width = path, digest, width
 
     def read(self) -> dict[str, Any] | None:
-        """The record, if the shard is complete and made from the same."""
+        """The record, or None if the shard is incomplete or made from something else."""
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             found = read_json(self.path)
             sizes = [(self.path.parent / name).stat().st_size == counts["tokens"] * self.width
@@ -525,18 +528,18 @@ class Record:
 
 
 class Shard:
-    """What a job writes: a token file per split, and the rows that were left out."""
+    """The output of a job: a token file per split, and the skipped rows."""
 
     def __init__(self, writers: dict[str, TokenWriter]):
         self.writers, self.skipped = writers, []
 
     def add(self, split: str, text: str) -> str | None:
-        """Add a document to a split; returns why the tokenizer could not take it, or None."""
+        """Add a document to a split. Returns the tokenizer's error, or None."""
         try:
             self.writers[split].add(text)
         except (KeyboardInterrupt, SystemExit, MemoryError, OSError):
             raise
-        except BaseException as error:  # a panic of a library in Rust is no Exception
+        except BaseException as error:  # a Rust library's panic is not an Exception
             reason = (
                 str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
             )
@@ -546,7 +549,7 @@ class Shard:
 def make_shard(job: tuple) -> None:
     """Make the files of a shard, then its record."""
     write, record, tokenizer, work = job
-    run = os.urandom(4).hex()  # the names belong to this run
+    run = os.urandom(4).hex()  # makes file names unique to this run
     paths = {split: record.path.with_suffix(f".{run}.{split}.bin") for split in SPLITS}
     try:
         with contextlib.ExitStack() as stack:
@@ -560,7 +563,7 @@ def make_shard(job: tuple) -> None:
         for path in paths.values():
             path.unlink(missing_ok=True)
         if isinstance(error, OSError) and error.filename is None:
-            error.filename = str(record.path.parent)  # a full disk's names no file
+            error.filename = str(record.path.parent)  # an error about a full disk has none
         raise
     with whole_file(record.path) as file:
         content = {"digest": record.digest, "files": found, "skipped": shard.skipped}
@@ -568,7 +571,7 @@ def make_shard(job: tuple) -> None:
 
 
 def run_jobs(work: Callable, jobs: list[tuple], num_proc: int, description: str = "") -> None:
-    """`work` on every job, in processes; an error of one is raised here, in one line."""
+    """Run `work` on every job in several processes. Their errors are raised here."""
     if num_proc == 1 or len(jobs) <= 1:
         for _ in progress(map(work, jobs), len(jobs), description):
             pass
@@ -577,18 +580,18 @@ def run_jobs(work: Callable, jobs: list[tuple], num_proc: int, description: str 
         try:
             for _ in progress(pool.map(work, jobs), len(jobs), description):
                 pass
-        except UserError as error:  # raised again here, it is printed without a trace
+        except UserError as error:  # drop the worker's traceback
             pool.shutdown(cancel_futures=True)
             raise UserError(str(error)) from None
         except BrokenExecutor:
             raise UserError(
-                "a process that tokenizes was killed, for want of memory perhaps: the same command "
-                "goes on from what is done; use a smaller --num_proc"
+                "a tokenizing process was killed, maybe because memory ran out: use a smaller "
+                "--num_proc; the same command continues after the finished shards"
             ) from None
 
 
 def end_with_parent() -> None:
-    """End this process when the one that started it is gone (F80): it would go on writing."""
+    """End this process when its parent is gone (F80), so that it does not keep writing."""
 
     def watch() -> None:
         multiprocessing.parent_process().join()
@@ -598,7 +601,7 @@ def end_with_parent() -> None:
 
 
 def progress(work: Any, total: int, description: str) -> Any:
-    """`work` with a progress bar where tqdm is there; without description none."""
+    """`work` with a progress bar, if tqdm is installed and there is a description."""
     if description:
         try:
             from tqdm import tqdm
@@ -610,7 +613,7 @@ def progress(work: Any, total: int, description: str) -> Any:
 
 
 def load(path: str, name: str, split: str, revision: str, num_proc: int, streaming: bool) -> Any:
-    """A split of a data set; what is wrong with it, or a missing network, is one line."""
+    """Load a split of a data set. Raises UserError if that fails, for example offline."""
     import datasets
 
     local = Path(path).is_dir()
@@ -623,7 +626,7 @@ def load(path: str, name: str, split: str, revision: str, num_proc: int, streami
             streaming=streaming,
             num_proc=num_proc if num_proc > 1 and not streaming else None,
         )
-    except Exception as error:  # the hub's libraries raise many kinds; the reason is what counts
+    except Exception as error:  # the hub's libraries raise many types
         lines = str(error).strip().splitlines() or [type(error).__name__]
         remedy = (
             "connect to the Hugging Face hub, or pass --path=FOLDER with a copy of the repository"
@@ -631,14 +634,14 @@ def load(path: str, name: str, split: str, revision: str, num_proc: int, streami
         if "config name is missing" in str(error).lower():
             with contextlib.suppress(Exception):
                 lines = [", ".join(datasets.get_dataset_config_names(path))]
-            remedy = "it has several configurations: pass --name=ONE_OF_THEM"
+            remedy = "it has several configurations, pass one as --name=NAME"
         elif "split" in lines[0].lower():
             remedy = "pass --split=NAME"
         raise UserError(f"cannot load {path} ({shown(lines[0])}): {remedy}") from None
 
 
 def write_shard(shard: Shard, job: tuple) -> None:
-    """Tokenize a shard of a data set of the hub."""
+    """Tokenize a shard of a hub data set."""
     dataset, n_shards, i, _, val_fraction = job
     part = dataset.shard(num_shards=n_shards, index=i).select_columns("text")
     limit, row = np.uint64(int(val_fraction * 2**64)), 0
@@ -653,7 +656,7 @@ def write_shard(shard: Shard, job: tuple) -> None:
 
 
 def write_text_shard(shard: Shard, job: tuple) -> None:
-    """Tokenize some parts of files. Of rows `val_fraction` is spread evenly."""
+    """Tokenize parts of files. The held-out rows, `val_fraction` of all, are evenly spread."""
     parts, _, tokenizer, column, val_fraction, skip_bad_rows = job
     for part in parts:
         if part.kind == "text":
@@ -682,7 +685,7 @@ def write_text(writer: TokenWriter, part: textfiles.Part, tokenizer: Tokenizer) 
     begin, end = writer.begin * part.begins, writer.end * part.ends
     try:
         for ids in encode_pieces(tokenizer, counted(), before, after):
-            if writer.chat and list(ids[:1]) == begin:  # the text spells it itself
+            if writer.chat and list(ids[:1]) == begin:  # the text contains it already
                 begin = []
             writer.append(begin, ids)
             begin, last = [], list(ids[-1:])

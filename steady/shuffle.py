@@ -1,4 +1,4 @@
-"""Random orders of any length in constant memory, the same for every version of every library."""
+"""Random permutations of any length in constant memory, the same in every library version."""
 
 import numpy as np
 
@@ -13,10 +13,10 @@ def scramble(values: np.ndarray, key: int) -> np.ndarray:
 
 
 def permute(indices: np.ndarray, n: int, key: int) -> np.ndarray:
-    """Where a random permutation of range(n) sends `indices`, in constant memory for any n.
+    """Map `indices` through a random permutation of range(n), in constant memory for any n.
 
-    A Feistel network on the next even number of bits, walked until it lands inside range(n)
-    (Black and Rogaway 2002, "Ciphers with arbitrary finite domains").
+    It is a Feistel network on the next even number of bits, repeated until the result is in
+    range(n) (Black and Rogaway 2002, "Ciphers with arbitrary finite domains").
     """
     half_bits = np.uint64(max(1, ((n - 1).bit_length() + 1) // 2))
     half_mask = (np.uint64(1) << half_bits) - np.uint64(1)

@@ -1,15 +1,15 @@
-"""Files of your own as documents: the rows of JSON, CSV and Parquet files, and whole text files.
+"""Your own files as documents: the rows of JSON, CSV and Parquet files, and whole text files.
 
 | name | documents |
 |---|---|
 | .jsonl, .ndjson, .json | every row: an object per line, or a list of objects |
 | .csv, .tsv | every row below the header |
 | .parquet | every row |
-| others | the file, which must be UTF-8 text |
+| others | the whole file, which must be UTF-8 text |
 
-All but Parquet may be packed as .gz or .zst. A file is read in parts, so that memory stays constant
-whatever its size, and so that an interrupted preparation goes on with the parts that are missing.
-Which rows are held out depends on their number in the file and on the file's among all.
+All but Parquet may be compressed as .gz or .zst. A file is read in parts, which keeps memory
+constant and lets an interrupted preparation continue with the missing parts. The choice of held-out
+rows depends on the row's number in the file and the file's number.
 """
 
 import codecs
@@ -28,7 +28,7 @@ from steady.tokenizer import WINDOW
 
 PART_BYTES = 2**24  # of input; a part takes seconds
 READ_BYTES = 2**22  # read at a time
-GOLDEN = 0.618034  # its multiples spread evenly: rows of many small files are held out too
+GOLDEN = 0.618034  # its multiples spread evenly, so small files have held-out rows too
 KINDS = {".jsonl": "json", ".ndjson": "json", ".json": "json", ".csv": "csv", ".tsv": "csv",
          ".parquet": "parquet"}  # fmt: skip
 PACKED = {".gz": "gzip", ".zst": "zstd"}
@@ -36,30 +36,30 @@ ACCEPTED = ".jsonl, .ndjson, .json, .csv, .tsv (each also .gz or .zst), .parquet
 
 
 class Part(NamedTuple):
-    """A piece of a file that is read on its own."""
+    """A piece of a file that can be read independently."""
 
     path: Path
     kind: str  # json, csv, parquet or text
-    start: int  # first byte, of a packed text when unpacked; first row group of a Parquet file
+    start: int  # first byte (after decompression, of a text); first row group of a Parquet file
     stop: int  # one after the last
-    first_row: int = 0  # rows (lines of JSON) before it
-    phase: float = 0.0  # in [0, 1): how much of a row is held out before the file's first
+    first_row: int = 0  # number of rows (lines of JSON) before it
+    phase: float = 0.0  # in [0, 1): fraction of a held-out row carried into the file
     size: int = 0  # bytes
-    split: str = ""  # of a text: train or val
-    begins: bool = True  # of a text: whether the document begins with this part
-    ends: bool = True  # of a text: whether the document ends with this part
+    split: str = ""  # text only: train or val
+    begins: bool = True  # text only: whether the document begins with this part
+    ends: bool = True  # text only: whether the document ends with this part
 
 
 def files_matching(pattern: str) -> list[Path]:
-    """The files of that name, or that match it as a glob, sorted.
+    """The file of that name, or the files that match it as a glob, sorted.
 
-    Hidden ones must be asked for, as in a shell. `**` follows no links to folders: a link to a
-    folder above it would never end.
+    Hidden files must be named explicitly, as in a shell. `**` does not follow symbolic links to
+    folders: a link to a parent folder would never end.
     """
     given = Path(pattern)
     if given.exists():
         if not given.is_file() and not given.is_dir():
-            raise UserError(f"--input={pattern} is no regular file")
+            raise UserError(f"--input={pattern} is not a regular file")
         return [given] if given.is_file() else []
     parts = given.relative_to(given.anchor).parts
     parts = [part if part == "**" else part.replace("**", "*") for part in parts]
@@ -74,11 +74,11 @@ def files_matching(pattern: str) -> list[Path]:
 def plan(
     paths: list[Path], val_fraction: float, seam: Callable[[str], int | None]
 ) -> list[list[Part]]:
-    """The parts of all files, grouped so that a group has PART_BYTES or is a single part.
+    """The parts of all files, in groups of up to PART_BYTES, or of a single larger part.
 
-    seam: of the tokenizer, says where a long text can be cut.
+    seam: the tokenizer's method that finds a place to cut a long text.
 
-    Raises UserError that names a file that cannot be read, or is none that is accepted.
+    Raises UserError with the name of a file that cannot be read or is not accepted.
     """
     groups: list[list[Part]] = []
     for i, path in enumerate(paths):
@@ -98,8 +98,8 @@ def plan(
 def parts_of(
     path: Path, val_fraction: float, phase: float, seam: Callable[[str], int | None]
 ) -> Iterator[Part]:
-    """A file's parts: lines of JSON, row groups of Parquet, a text between seams; a packed file's
-    rows are one part."""
+    """A file's parts: lines of JSON, row groups of Parquet, or text between seams. The rows of a
+    compressed file are one part."""
     size, packed = path.stat().st_size, is_packed(path)
     kind = KINDS.get((path.with_suffix("") if packed else path).suffix.lower(), "text")
     if kind == "parquet":
@@ -123,7 +123,7 @@ def parts_of(
 
 
 def check_text(path: Path, kind: str) -> None:
-    """Raises UserError unless the beginning of a file is text, and no rows under another name."""
+    """Raises UserError unless a file begins as text, and not as rows under a wrong file name."""
     with open_bytes(path) as file:
         beginning = file.read(2**16)
     problem, first_row = None, None
@@ -133,7 +133,7 @@ def check_text(path: Path, kind: str) -> None:
         try:
             text = codecs.getincrementaldecoder("utf-8-sig")().decode(beginning)
         except UnicodeDecodeError as error:
-            problem = f"bytes that are no UTF-8 ({error.reason} at byte {error.start})"
+            problem = f"bytes that are not UTF-8 ({error.reason} at byte {error.start})"
         else:
             with contextlib.suppress(ValueError, RecursionError):
                 first, ends, _ = text.partition("\n")
@@ -141,11 +141,11 @@ def check_text(path: Path, kind: str) -> None:
                 first_row = {} if cut else json.loads(first)
     if problem:
         raise UserError(
-            f"{path} is no text: it holds {problem}. Accepted are {ACCEPTED}; unpack archives, and "
-            "convert other encodings with iconv"
+            f"{path} is not text: it has {problem}. Use {ACCEPTED}; unpack archives, and convert "
+            "other encodings with iconv"
         )
     if isinstance(first_row, dict | list) and path.suffix.lower() not in (".txt", ".md"):
-        raise UserError(f"{path} holds rows of JSON: name it .jsonl, or .txt to take it as text")
+        raise UserError(f"{path} holds rows of JSON: name it .jsonl, or .txt to read it as text")
 
 
 def holds_list(path: Path) -> bool:
@@ -158,7 +158,7 @@ def holds_list(path: Path) -> bool:
 
 
 def line_borders(path: Path) -> list[tuple[int, int]]:
-    """Where lines begin, about every PART_BYTES: (byte offset, lines before it)."""
+    """Line starts, about one every PART_BYTES, as (byte offset, number of lines before it)."""
     borders, offset, lines = [(0, 0)], 0, 0
     with open(path, "rb") as file:
         blocks = iter(lambda: file.read(READ_BYTES), b"")
@@ -174,8 +174,8 @@ def line_borders(path: Path) -> list[tuple[int, int]]:
 def text_parts(
     path: Path, val_fraction: float, seam: Callable[[str], int | None]
 ) -> Iterator[Part]:
-    """The training document, which is the beginning of a text, and the validation document, which
-    is its last `val_fraction`, counted in bytes and cut between characters."""
+    """The parts of the training document, which is the beginning of a text, and of the validation
+    document, which is its last `val_fraction` in bytes, cut between characters."""
     size, packed = path.stat().st_size, is_packed(path)
     total = size
     with open_bytes(path) as file:
@@ -185,7 +185,7 @@ def text_parts(
             file = open_bytes(path)
             while block := file.read(READ_BYTES):
                 total += len(block)
-        # the next byte that begins a character
+        # move the cut to the start of the next character
         cut = begin + int((total - begin) * (1 - val_fraction))
         file = open_bytes(path)
         skip(file, cut)
@@ -198,7 +198,7 @@ def text_parts(
                 file.seek(reach)
                 window, begins = window_around(file.read(4 * WINDOW), 2 * WINDOW)
                 at = seam(window)
-                if at is None:  # none here: this part is longer
+                if at is None:  # no seam here: one long part
                     break
                 borders.append(reach + begins + len(window[:at].encode()))
             for first, last in zip(borders, [*borders[1:], stop], strict=True):
@@ -207,8 +207,8 @@ def text_parts(
 
 
 def window_around(block: bytes, middle: int) -> tuple[str, int]:
-    """WINDOW characters, or fewer, on each side of the byte `middle` of a block of a text, and at
-    which byte of the block they begin."""
+    """Up to WINDOW characters on each side of the byte `middle` of a block of text, and the byte of
+    the block where they begin."""
     while block[middle] & 0xC0 == 0x80:
         middle -= 1
     before = block[:middle].decode("utf-8", errors="ignore")[-WINDOW:]
@@ -219,34 +219,34 @@ def window_around(block: bytes, middle: int) -> tuple[str, int]:
 
 
 class BadRow(Exception):
-    """A row that holds no text."""
+    """A row without text."""
 
 
 def rows(part: Part, column: str) -> Iterator[tuple[int, str, str, str | None]]:
-    """(number in the file, its name for messages, text, what is wrong or None) of every row.
+    """Every row as (number in the file, name for messages, text, problem or None).
 
-    Raises UserError that names a file that cannot be read.
+    Raises UserError with the file's name if it cannot be read.
     """
     readers = {"json": json_rows, "csv": csv_rows, "parquet": parquet_rows}
     try:
         yield from readers[part.kind](part, column)
     except BadRow as error:
         raise UserError(f"{part.path} has {error}") from None
-    except (OSError, EOFError, ValueError, csv.Error) as error:  # damaged, or not what it is named
+    except (OSError, EOFError, ValueError, csv.Error) as error:  # damaged, or a wrong name
         raise UserError(f"cannot read {part.path}: {error}") from None
 
 
 def json_rows(part: Part, column: str) -> Iterator[tuple[int, str, str, str | None]]:
     if holds_list(part.path):
         with open_bytes(part.path) as file:
-            # bytes that are no UTF-8 become halves of characters, and so bad rows
+            # bytes that are not UTF-8 become surrogates, which make bad rows
             text = io.TextIOWrapper(file, "utf-8-sig", errors="surrogateescape")
             row = -1
             try:
                 for row, value in enumerate(list_items(text)):
                     yield row, f"row {row + 1}", *text_in(value, column)
-            except (ValueError, RecursionError) as error:  # where the next row begins is not known
-                raise ValueError(f"row {row + 2} is no JSON: {error}") from None
+            except (ValueError, RecursionError) as error:  # the start of the next row is unknown
+                raise ValueError(f"row {row + 2} is not JSON: {error}") from None
         return
     packed = is_packed(part.path)
     with open_bytes(part.path) as file:
@@ -256,7 +256,7 @@ def json_rows(part: Part, column: str) -> Iterator[tuple[int, str, str, str | No
             if line.strip():
                 text, problem = text_in_line(line, column)
                 if problem and row == 0 and ".json" in part.path.suffixes:
-                    problem += "; a .json file has a row per line, or is a list of rows"
+                    problem += "; a .json file must have one row per line or be a list of rows"
                 yield row, f"line {row + 1}", text, problem
             left -= len(line)
             if left <= 0 and not packed:
@@ -264,14 +264,14 @@ def json_rows(part: Part, column: str) -> Iterator[tuple[int, str, str, str | No
 
 
 def text_in_line(line: bytes, column: str) -> tuple[str, str | None]:
-    try:  # decoded here: json.loads lets bytes of surrogates through
+    try:  # decode here: json.loads accepts encoded surrogates
         return text_in(json.loads(line.decode("utf-8-sig")), column)
     except (ValueError, RecursionError) as error:  # not UTF-8, not JSON, or too deep
-        return "", f"no JSON ({error})"
+        return "", f"not JSON ({error})"
 
 
 def text_in(row: Any, column: str) -> tuple[str, str | None]:
-    """The text in a row of JSON, and what is wrong with it or None."""
+    """The text in a row of JSON, and the problem with it or None."""
     if not isinstance(row, dict):
         return "", f"a {type(row).__name__}, not an object with {column!r}"
     if column not in row:
@@ -280,32 +280,32 @@ def text_in(row: Any, column: str) -> tuple[str, str | None]:
 
 
 def checked(text: object, column: str) -> tuple[str, str | None]:
-    """The text in a row, and what is wrong with it or None."""
+    """The text in a row, and the problem with it or None."""
     if not isinstance(text, str):
         return "", f"{column!r} is {'null' if text is None else type(text).__name__}, not text"
     try:
         text.isascii() or text.encode()
     except UnicodeEncodeError as error:
-        if "\udc80" <= text[error.start] <= "\udcff":  # as surrogateescape decodes other bytes
-            return "", f"no UTF-8 (byte 0x{ord(text[error.start]) - 0xDC00:02x})"
+        if "\udc80" <= text[error.start] <= "\udcff":  # surrogateescape's form of other bytes
+            return "", f"not UTF-8 (byte 0x{ord(text[error.start]) - 0xDC00:02x})"
         return "", f"half a character ({error})"
     return text, None
 
 
 def list_items(file: io.TextIOWrapper) -> Iterator[Any]:
-    """The items of a JSON list, without holding all of it."""
+    """The items of a JSON list, without loading all of it into memory."""
     decoder = json.JSONDecoder(strict=False)  # texts may contain control characters
     text, size = file.read(READ_BYTES).lstrip()[1:], READ_BYTES
     while True:
         text = text.lstrip(" \t\r\n,")
-        if text[:1] == "]":  # of one list: there may be another
+        if text[:1] == "]":  # another list may follow
             text = text[1:].lstrip()
             while not text and (more := file.read(READ_BYTES)):
                 text = more.lstrip()
             if not text:
                 return
             if text[0] != "[":
-                raise ValueError(f"something follows the list: {shown(text, 40)!r}")
+                raise ValueError(f"unexpected text after the list: {shown(text, 40)!r}")
             text = text[1:]
             continue
         try:
@@ -314,7 +314,7 @@ def list_items(file: io.TextIOWrapper) -> Iterator[Any]:
             more = file.read(size)
             if not more:
                 raise ValueError(str(error)) from None
-            text, size = text + more, size * 2  # a longer item: do not begin it again too often
+            text, size = text + more, size * 2  # a long item: do not parse it again too often
             continue
         yield item
         text, size = text[end:], READ_BYTES
@@ -324,9 +324,9 @@ def csv_rows(part: Part, column: str) -> Iterator[tuple[int, str, str, str | Non
     csv.field_size_limit(2**31 - 1)
     inner = part.path.with_suffix("") if is_packed(part.path) else part.path
     with open_bytes(part.path) as file:
-        # bytes that are no UTF-8 become halves of characters, and so bad rows
+        # bytes that are not UTF-8 become surrogates, which make bad rows
         text = io.TextIOWrapper(file, "utf-8-sig", errors="surrogateescape", newline="")
-        # strict: a quote that is never closed would make one row of all that follow
+        # strict: otherwise an unclosed quote merges all following rows into one
         delimiter = "\t" if inner.suffix.lower() == ".tsv" else ","
         reader = csv.reader(text, delimiter=delimiter, strict=True)
         header = next(reader, [])
@@ -336,21 +336,21 @@ def csv_rows(part: Part, column: str) -> Iterator[tuple[int, str, str, str | Non
             if len(fields) == len(header):
                 text, problem = checked(fields[at], column)
             else:
-                text, problem = "", f"{len(fields)} fields, not {len(header)}: check its quotes"
+                text, problem = "", f"{len(fields)} fields, not {len(header)}: check the quotes"
             yield row, f"line {reader.line_num}", text, problem
 
 
 def require_column(column: str, names: list[str]) -> None:
     """Raises BadRow unless one column has that name."""
     if names.count(column) > 1:
-        raise BadRow(f"{names.count(column)} columns with the name {column!r}")
+        raise BadRow(f"{names.count(column)} columns named {column!r}")
     if column not in names:
         found = f"only {shown(', '.join(names))}: pass --column=NAME" if names else "it is empty"
-        raise BadRow(f"rows without {column!r}, {found}")
+        raise BadRow(f"no column {column!r}, {found}")
 
 
 def closed(reader: Any) -> Iterator[list[str]]:
-    """The rows of a csv.reader; raises ValueError that names the line of a wrong quote."""
+    """The rows of a csv.reader. Raises ValueError with the line of a wrong quote."""
     begins = reader.line_num + 1
     try:
         for row in reader:
@@ -358,7 +358,7 @@ def closed(reader: Any) -> Iterator[list[str]]:
             begins = reader.line_num + 1
     except csv.Error as error:
         raise ValueError(
-            f"{error} in the row that begins at line {begins}: check its quotes"
+            f"{error} in the row that starts at line {begins}: check the quotes"
         ) from None
 
 
@@ -371,20 +371,20 @@ def parquet_rows(part: Part, column: str) -> Iterator[tuple[int, str, str, str |
     for batch in file.iter_batches(batch_size=1000, row_groups=groups, columns=[column]):
         try:
             values = batch.column(0).to_pylist()
-        except UnicodeDecodeError:  # of one row
+        except UnicodeDecodeError:  # in one row: convert row by row
             values = batch.column(0)
         for value in values:
             try:
                 value = value.as_py() if hasattr(value, "as_py") else value
                 text, problem = checked(value, column)
             except UnicodeDecodeError as error:
-                text, problem = "", f"no UTF-8 ({error})"
+                text, problem = "", f"not UTF-8 ({error})"
             yield row, f"row {row + 1}", text, problem
             row += 1
 
 
 def text_chunks(part: Part) -> tuple[Iterator[str], str, str]:
-    """The text of a part in chunks, and WINDOW characters or more of its document on both sides."""
+    """The text of a part in chunks, and at least WINDOW characters before and after the part."""
     before = after = ""
     if not (part.begins and part.ends):
         with open(part.path, "rb") as file:
@@ -407,10 +407,10 @@ def text_chunks(part: Part) -> tuple[Iterator[str], str, str]:
                     left -= len(block)
                     text = decoder.decode(block, final=not left)
                     if "\0" in text:
-                        raise ValueError("it holds NUL characters, as binary files do")
+                        raise ValueError("it has NUL characters, like a binary file")
                     yield text
             if left:
-                raise ValueError("it has become shorter")
+                raise ValueError("it was truncated meanwhile")
         except UnicodeDecodeError as error:
             raise UserError(
                 f"cannot read {part.path} as UTF-8 text: {error.reason} at byte "
@@ -427,7 +427,7 @@ def is_packed(path: Path) -> bool:
 
 
 def open_bytes(path: Path) -> BinaryIO:
-    """A file's bytes, unpacked."""
+    """Open a file for reading, decompressed."""
     if not is_packed(path):
         return open(path, "rb")
     import pyarrow
@@ -436,7 +436,7 @@ def open_bytes(path: Path) -> BinaryIO:
 
 
 def skip(file: BinaryIO, n_bytes: int) -> None:
-    """Move on from the beginning of a file, which may be packed."""
+    """Skip the first `n_bytes` of a file, which may be compressed."""
     if not isinstance(file, io.BufferedReader) or isinstance(file.raw, io.FileIO):
         file.seek(n_bytes)
         return

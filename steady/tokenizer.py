@@ -15,11 +15,11 @@ from steady.folder import require_file, whole_file
 
 
 class Tokenizer(Protocol):
-    """The interface of all tokenizers. `meta()` is JSON that `from_meta` takes.
+    """The interface of all tokenizers. `from_meta` rebuilds one from its `meta()`, which is JSON.
 
-    Tokenizers whose tokens are bytes or characters also have `encode_array(text) -> np.ndarray`:
-    lists of Python integers would take most of a preparation's time. A tokenizer whose ids depend
-    on the text around a piece has `encode_between(before, text, after) -> list[int]`.
+    Byte and character tokenizers also have `encode_array(text) -> np.ndarray`, because lists of
+    Python integers would take most of the preparation time. Tokenizers whose ids depend on the
+    surrounding text have `encode_between(before, text, after) -> list[int]`.
     """
 
     vocab_size: int
@@ -31,28 +31,28 @@ class Tokenizer(Protocol):
     def decode(self, ids: list[int]) -> str: ...
     def meta(self) -> dict[str, Any]: ...
     def seam(self, window: str) -> int | None:
-        """A place near the middle of `window` where a text can be cut without changing its ids;
+        """An index near the middle of `window` where the text can be cut without changing its ids;
         None if there is none."""
 
 
-PIECE = 2**18  # characters of a long text that are tokenized at a time
-WINDOW = 2**11  # characters on both sides of a cut that are looked at
+PIECE = 2**18  # characters of a long text to tokenize at a time
+WINDOW = 2**11  # characters to look at on each side of a cut
 
 
 def encode_pieces(
     tokenizer: Tokenizer, chunks: Iterable[str], before: str = "", after: str = ""
 ) -> Iterator[Sequence[int]]:
-    """The ids of the text that `chunks` make up, in pieces: the same ids as of all of it at once,
-    in constant memory, and where tokenizers fail on long texts (tiktoken#15).
+    """The ids of the text in `chunks`, in pieces. The ids are the same as for the whole text, but
+    memory stays constant, and tokenizers that fail on long texts work (tiktoken#15).
 
-    before, after: what surrounds the text in a longer one, WINDOW characters of it or more.
+    before, after: at least WINDOW characters of the text around it, if it is part of a longer one.
     """
     text, position = "", PIECE
     for chunk in chunks:
         text += chunk
         while len(text) >= position + WINDOW:
             cut = tokenizer.seam(text[position - WINDOW : position + WINDOW])
-            if cut is None:  # a long word, say: look for a place behind it
+            if cut is None:  # a long word, for example: look for a place after it
                 position += WINDOW
                 continue
             cut += position - WINDOW
@@ -62,20 +62,20 @@ def encode_pieces(
 
 
 def encode_between(tokenizer: Tokenizer, before: str, text: str, after: str) -> Sequence[int]:
-    """The ids of `text`, where the tokenizer's ids may depend on what surrounds it."""
+    """The ids of `text` between `before` and `after`, which may affect them."""
     if hasattr(tokenizer, "encode_between"):
         return tokenizer.encode_between(before, text, after)
     return getattr(tokenizer, "encode_array", tokenizer.encode)(text)
 
 
 def code_points(text: str) -> np.ndarray:
-    """A text's characters as numbers."""
+    """A text's Unicode code points."""
     return np.frombuffer(text.encode("utf-32-le", "surrogatepass"), dtype="<u4")
 
 
 class CharTokenizer:
-    """One token per character of a fixed alphabet, and where a data set has several documents one
-    more, the last, for the end of each (`ends`)."""
+    """One token per character of a fixed alphabet, plus an end-of-text token as the last id if the
+    data set has several documents (`ends`)."""
 
     begin_of_text = None
 
@@ -94,16 +94,16 @@ class CharTokenizer:
         return cls("".join(sorted(set(text))))
 
     def encode(self, text: str) -> list[int]:
-        """Raises UserError that names the characters outside the alphabet."""
+        """Raises UserError with the characters outside the alphabet."""
         return self.encode_array(text).tolist()
 
     def encode_array(self, text: str) -> np.ndarray:
-        ids = self.table.take(code_points(text), mode="clip")  # beyond the end: its last, -1
+        ids = self.table.take(code_points(text), mode="clip")  # past the table's end: -1
         if len(ids) and ids.min() < 0:
             unknown = "".join(sorted(set(text) - self.ids.keys()))
             raise UserError(
                 f"the character tokenizer does not know {reprlib.repr(unknown)}; "
-                f"it was trained on these characters only: {self.alphabet!r}"
+                f"it was trained only on these characters: {self.alphabet!r}"
             )
         return ids
 
@@ -119,7 +119,7 @@ class CharTokenizer:
 
 
 class ByteTokenizer:
-    """One token per UTF-8 byte, and one more for the end of a text. Knows every character."""
+    """One token per UTF-8 byte, plus an end-of-text token. It can encode every character."""
 
     begin_of_text = None
     end_of_text = 256
@@ -145,14 +145,14 @@ class ByteTokenizer:
 class GPT2Tokenizer:
     """GPT-2's byte-pair encoding, through tiktoken.
 
-    special_tokens: read <|endoftext|> in a text as the token, not as characters.
+    special_tokens: encode <|endoftext|> in a text as the token, not as characters.
     """
 
     begin_of_text = None
     end_of_text = 50256
     stop_tokens = [50256]
     vocab_size = 50257
-    # no pattern of GPT-2's matches across: a plain space or line feed behind another character
+    # a space or line feed after another character: no pattern of GPT-2's crosses this border
     border = re.compile(r"(?<=\S)[ \n]")
 
     def __init__(self, special_tokens: bool = False):
@@ -165,8 +165,8 @@ class GPT2Tokenizer:
             raise UserError("the gpt2 tokenizer needs tiktoken: pip install tiktoken") from None
         except (OSError, ValueError) as error:  # requests' errors are OSErrors
             raise UserError(
-                "tiktoken could not load GPT-2's two vocabulary files (it downloads them at first "
-                "use): connect once, or set TIKTOKEN_CACHE_DIR to a folder that holds them "
+                "tiktoken could not load GPT-2's two vocabulary files (it downloads them on first "
+                "use): go online once, or set TIKTOKEN_CACHE_DIR to a folder that holds them "
                 f"({type(error).__name__})"
             ) from None
 
@@ -179,8 +179,8 @@ class GPT2Tokenizer:
     def encode_text(self, text: str) -> list[int]:
         if len(text) < 2 * PIECE:
             return self.encoding.encode_ordinary(text)
-        # tiktoken's own search for words panics from half a million spaces on (tiktoken#15)
-        import regex  # which tiktoken needs
+        # tiktoken's own word search panics on half a million spaces or more (tiktoken#15)
+        import regex  # a dependency of tiktoken
 
         words = regex.finditer(self.encoding._pat_str, text)
         return [i for word in words for i in self.encoding._encode_single_piece(word.group())]
@@ -199,8 +199,8 @@ class GPT2Tokenizer:
 class HFTokenizer:
     """Any tokenizer in the format of Hugging Face's tokenizer.json, through `tokenizers`.
 
-    content: of the file. begin_of_text, end_of_text: ids or None. stop_tokens: ids that end a
-    sample too. special_tokens: read special tokens that texts spell as tokens, not as characters.
+    content: the text of that file. begin_of_text, end_of_text: ids or None. stop_tokens: more ids
+    that end a sample. special_tokens: encode special tokens in a text as tokens, not characters.
     """
 
     def __init__(
@@ -218,8 +218,8 @@ class HFTokenizer:
         try:
             self.tokenizer = Tokenizer.from_str(content)
         except Exception as error:
-            raise UserError(f"this is no tokenizer.json: {error}") from None
-        self.tokenizer.no_truncation()  # many files ask for both, for a model's inputs
+            raise UserError(f"this is not a tokenizer.json: {error}") from None
+        self.tokenizer.no_truncation()  # many files set both, for a model's inputs
         self.tokenizer.no_padding()
         self.content, self.end_of_text, self.begin_of_text = content, end_of_text, begin_of_text
         ends = [] if end_of_text is None else [end_of_text]
@@ -232,11 +232,11 @@ class HFTokenizer:
             raise UserError(
                 f"this tokenizer.json has id {self.vocab_size - 1}, but {len(vocabulary)} tokens"
             )
-        # of models that spell unknown characters in bytes: <0x00> to <0xFF>
+        # the byte fallback tokens that some models have: <0x00> to <0xFF>
         bytes_ = [vocabulary.get(f"<0x{i:02X}>") for i in range(256)]
         self.byte_ids = None if None in bytes_ else bytes_
         self.for_text = self.tokenizer
-        if not special_tokens:  # what spells one is characters
+        if not special_tokens:  # encode their names as characters
             special = {id for id, token in self.added.items() if token.special}
             special |= {*self.stop_tokens} | {begin_of_text} - {None}
             content = without_spellings(content, special - {*bytes_})
@@ -256,27 +256,27 @@ class HFTokenizer:
         return ids[first:last]
 
     def encode_with_offsets(self, text: str) -> tuple[list[int], list[int], list[int]]:
-        """The ids, and where each one's characters start and stop."""
+        """The ids, and the start and stop of each one's characters."""
         try:
             encoding = self.for_text.encode(text, add_special_tokens=False)
-        except Exception as error:  # a vocabulary without a token for what it does not know
+        except Exception as error:  # a vocabulary without an unknown token
             raise UserError(
-                f"the tokenizer does not know all of {reprlib.repr(text)}: {error}"
+                f"the tokenizer cannot encode all of {reprlib.repr(text)}: {error}"
             ) from None
         starts, stops = zip(*encoding.offsets, strict=True) if encoding.ids else ((), ())
         return encoding.ids, list(starts), list(stops)
 
     def encode_prompt(self, text: str) -> list[int]:
-        """As `encode`, but what spells a special token is that token."""
+        """Like `encode`, but encodes special tokens in the text as tokens."""
         spelling = self.tokenizer.id_to_token(self.end_of_text) if self.end_of_text else None
         if spelling and self.end_of_text not in self.added and spelling in text:
             parts = [self.encode_prompt(part) for part in text.split(spelling)]
             return parts[0] + [id for part in parts[1:] for id in (self.end_of_text, *part)]
         try:
             return self.tokenizer.encode(text, add_special_tokens=False).ids
-        except Exception as error:  # a vocabulary without a token for what it does not know
+        except Exception as error:  # a vocabulary without an unknown token
             raise UserError(
-                f"the tokenizer does not know all of {reprlib.repr(text)}: {error}"
+                f"the tokenizer cannot encode all of {reprlib.repr(text)}: {error}"
             ) from None
 
     def decode(self, ids: list[int]) -> str:
@@ -285,7 +285,7 @@ class HFTokenizer:
         return self.tokenizer.decode(ids, skip_special_tokens=False)
 
     def mend_bytes(self, ids: list[int]) -> list[int]:
-        """Replace bytes that are no UTF-8, such as the beginning of a character, by the bytes of
+        """Replace bytes that are not UTF-8, such as the start of a character, with the bytes of
         U+FFFD. `tokenizers` would drop all characters of such a run of bytes (LLamaSharp#265)."""
         value = {id: i for i, id in enumerate(self.byte_ids)}
         mended = []
@@ -303,10 +303,10 @@ class HFTokenizer:
         } | ({"special_tokens": True} if self.special_tokens else {})  # fmt: skip
 
     def seam(self, window: str) -> int | None:
-        """Where the window without its end and the window without its beginning, tokenized on their
-        own, agree in eight tokens on both sides."""
-        half, shift = len(window) // 2, len(window) // 4 - 3  # 1021, a prime: runs of equal tokens
-        left = list(zip(*self.encode_with_offsets(window[:-shift]), strict=True))  # do not agree
+        """Tokenize the window without its end, and again without its start, and cut where both
+        agree on eight tokens on each side."""
+        half, shift = len(window) // 2, len(window) // 4 - 3  # 1021, a prime, so that runs of equal
+        left = list(zip(*self.encode_with_offsets(window[:-shift]), strict=True))  # tokens differ
         right = [
             (id, start + shift, stop + shift)
             for id, start, stop in zip(*self.encode_with_offsets(window[shift:]), strict=True)
@@ -322,8 +322,8 @@ class HFTokenizer:
 
 
 def without_spellings(content: str, ids: set[int]) -> str:
-    """A tokenizer.json in which no text spells the tokens `ids`: the models of some kinds (Unigram,
-    WordLevel) have them in their vocabulary, and would find them there."""
+    """A tokenizer.json in which no text encodes to the tokens `ids`. Some models (Unigram,
+    WordLevel) have them in their vocabulary and would match them."""
     tokenizer = json.loads(content)
     added, model = tokenizer.get("added_tokens") or [], tokenizer["model"]
     vocabulary = model.get("vocab")
@@ -332,7 +332,7 @@ def without_spellings(content: str, ids: set[int]) -> str:
     else:
         names = {id: vocabulary[id][0] for id in ids if id < len(vocabulary or ())}
     names |= {token["id"]: token["content"] for token in added if token["id"] in ids}
-    hidden = {name: f"\0{id}\0" for id, name in names.items()}  # in no text
+    hidden = {name: f"\0{id}\0" for id, name in names.items()}  # occurs in no text
     if isinstance(vocabulary, dict):
         model["vocab"] = {hidden.get(name, name): id for name, id in vocabulary.items()}
     elif vocabulary:
@@ -341,16 +341,16 @@ def without_spellings(content: str, ids: set[int]) -> str:
         model["unk_token"] = hidden[model["unk_token"]]
     for token in added:
         token["content"] = hidden.get(token["content"], token["content"])
-    tokenizer["post_processor"] = None  # it names tokens, and serves inputs of models only
+    tokenizer["post_processor"] = None  # it refers to the renamed tokens, and is not needed here
     return json.dumps(tokenizer)
 
 
 def encode_prompt(tokenizer: Tokenizer, text: str) -> list[int]:
-    """The ids of a prompt, which begins as the documents of the training set do. Where the text
-    spells a special token, it is that token, as in nanoGPT; an empty one is only the token that
-    comes before a document's first.
+    """The ids of a prompt, which starts like the documents of the training set. Special tokens in
+    the text are encoded as tokens, as in nanoGPT. An empty prompt is the begin-of-text token, or
+    else the end-of-text token.
 
-    Raises UserError if that leaves nothing.
+    Raises UserError for an empty prompt if there is neither.
     """
     end, begin = tokenizer.end_of_text, tokenizer.begin_of_text
     if isinstance(tokenizer, HFTokenizer):
@@ -362,17 +362,17 @@ def encode_prompt(tokenizer: Tokenizer, text: str) -> list[int]:
     if begin is not None and ids[:1] != [begin]:
         ids = [begin, *ids]
     if not ids and end is None:
-        raise UserError("it is empty: give the model at least one character to go on from")
+        raise UserError("it is empty: give the model at least one character to continue")
     return ids or [end]
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int) -> HFTokenizer:
-    """A byte-level BPE of `vocab_size` tokens, as GPT-2's is one, learned from `texts`. Its token 0
-    is <|endoftext|>."""
+    """Train a byte-level BPE of `vocab_size` tokens, like GPT-2's, on `texts`. Token 0 is
+    <|endoftext|>."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     if not 257 <= vocab_size <= 2**20:
-        raise UserError(f"bpe:{vocab_size} is not between 257 (bytes, end of text) and 2**20")
+        raise UserError(f"bpe:{vocab_size} must be from 257 (bytes and end of text) to 2**20")
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -386,13 +386,13 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> HFTokenizer:
     return HFTokenizer(tokenizer.to_str(), end_of_text=0)
 
 
-# what checkpoints keep of meta.json
+# the keys of meta.json that checkpoints keep
 META_KEYS = (
     "tokenizer", "alphabet", "json", "begin_of_text", "end_of_text", "stop_tokens", "special_tokens"
 )  # fmt: skip
-META_VALUES = {  # what meta.json may say: in words, and as a check
+META_VALUES = {  # allowed values in meta.json: in words, and as a check
     "tokenizer": ("char, byte, gpt2 or hf", lambda v: v in ("char", "byte", "gpt2", "hf")),
-    "alphabet": ("a text, no character twice",
+    "alphabet": ("a text without repeated characters",
                  lambda v: isinstance(v, str) and 0 < len(set(v)) == len(v)),
     "json": ("a tokenizer.json as text", lambda v: isinstance(v, str)),
     "end_of_text": ("a token id or null",
@@ -409,15 +409,15 @@ META_VALUES = {  # what meta.json may say: in words, and as a check
         type(n) is int and n >= 0 for n in v.values()))
        for key in ("tokens", "bytes", "crc32", "begins")},
 }  # fmt: skip
-TEMPLATES = "additional_chat_templates"  # transformers' folder of those with names
+TEMPLATES = "additional_chat_templates"  # transformers' folder of named templates
 NEEDED_KEY = {"char": "alphabet", "hf": "json"}  # by tokenizer
 
 
 def find_folder(source: str, patterns: list[str]) -> Path:
-    """The folder `source`, or the hub's repository of that name, its files of these patterns
-    downloaded to the hub's cache.
+    """The folder `source`, or else the hub's cache folder with the repository `source`, of which
+    files matching `patterns` are downloaded.
 
-    Raises UserError when there is neither.
+    Raises UserError if there is neither.
     """
     if Path(source).is_dir():
         return Path(source)
@@ -427,10 +427,10 @@ def find_folder(source: str, patterns: list[str]) -> Path:
         return Path(snapshot_download(source, allow_patterns=patterns))
     except ImportError:
         raise UserError(f"no folder {source}; for the hub: pip install huggingface_hub") from None
-    except Exception as error:  # the hub's library has many kinds; each has its reason
+    except Exception as error:  # the hub's library raises many types
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise UserError(
-            f"{source} is neither a folder nor a model that the Hugging Face hub gives: {reason}"
+            f"{source} is neither a folder nor available on the Hugging Face hub: {reason}"
         ) from None
 
 
@@ -449,12 +449,12 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def hf_tokenizer_meta(folder: Path) -> dict[str, Any]:
-    """What `from_meta` needs for the tokenizer.json in `folder`; empty if there is none.
+    """The `meta` for the tokenizer.json in `folder`; empty if there is none.
 
-    Which token begins a text is what transformers prepends: what the tokenizer's own template
-    says. (add_bos_token in tokenizer_config.json agrees with it, or is not heeded by transformers
-    5.) Which ones end it stands in one of four files, depending on who wrote the folder; all of
-    them end a sample, the first one a document.
+    The begin-of-text token is the one that transformers prepends, which is set by the tokenizer's
+    template. (If add_bos_token in tokenizer_config.json disagrees, transformers 5 ignores it.) The
+    end-of-text tokens are in one of four files, depending on the folder's author. All of them end a
+    sample, and the first one ends a document.
     """
     path = folder / "tokenizer.json"
     if not path.exists():
@@ -478,8 +478,8 @@ def hf_tokenizer_meta(folder: Path) -> dict[str, Any]:
         for id in found if isinstance(found, list) else [] if found is None else [found]:
             if type(id) is not int or id not in range(tokenizer.vocab_size):
                 raise UserError(
-                    f"{folder / name}: eos_token_id={reprlib.repr(id)} is no id of the tokenizer's "
-                    f"{tokenizer.vocab_size}: correct it there, or make it null"
+                    f"{folder / name}: eos_token_id={reprlib.repr(id)} is not one of the "
+                    f"tokenizer's {tokenizer.vocab_size} ids: correct it there, or set it to null"
                 )
             ends.append(id)
     ends.append(id_of("eos_token", settings))
@@ -489,14 +489,14 @@ def hf_tokenizer_meta(folder: Path) -> dict[str, Any]:
     ends += after[:1] if not ends else []
     if len(before) > 1:
         raise UserError(
-            f"{path} puts {len(before)} tokens before a text: no more than one is supported"
+            f"{path} puts {len(before)} tokens before a text: only one is supported at most"
         )
     adds = settings.get("add_bos_token")
     if isinstance(adds, bool) and adds != bool(before) and id_of("bos_token", settings) is not None:
         print(
             f"note: {folder / 'tokenizer_config.json'} has add_bos_token={adds}, but the template "
-            f"in tokenizer.json says otherwise: texts and prompts "
-            f"{'begin' if before else 'do not begin'} with {settings['bos_token']!r}, as in "
+            f"in tokenizer.json disagrees: texts and prompts "
+            f"{'start' if before else 'do not start'} with {settings['bos_token']!r}, as in "
             "transformers 5"
         )
     return tokenizer.meta() | {
@@ -511,7 +511,7 @@ def added_by_template(tokenizer: HFTokenizer) -> tuple[list[int], list[int]]:
     for text in ("a", "1", ".", *itertools.islice(vocabulary, 1000)):
         try:
             whole, bare = encode(text).ids, encode(text, add_special_tokens=False).ids
-        except Exception:  # a vocabulary without a token for what it does not know
+        except Exception:  # a vocabulary without an unknown token
             continue
         for i in range(len(whole) - len(bare) + 1 if bare else 0):
             if whole[i : i + len(bare)] == bare:
@@ -522,11 +522,11 @@ def added_by_template(tokenizer: HFTokenizer) -> tuple[list[int], list[int]]:
 def write_hf_tokenizer(
     meta: dict[str, Any], folder: Path, came_with: dict[str, Any] | None = None
 ) -> None:
-    """Write the tokenizer that `meta` describes as transformers' AutoTokenizer reads it: its
-    template prepends the begin-of-text token if, and only if, data and prompts were made with it.
+    """Write the tokenizer of `meta` in the format of transformers' AutoTokenizer. Its template
+    prepends the begin-of-text token if and only if data and prompts were made with it.
 
-    came_with: contents of tokenizer_config.json and the like (by name, without .json) that the
-    pretrained model's tokenizer had: chat template, unknown token, further special tokens.
+    came_with: contents of the pretrained tokenizer's tokenizer_config.json and similar files, by
+    name without .json: chat template, unknown token, more special tokens.
     """
     import tokenizers
     from tokenizers import decoders, models, pre_tokenizers, processors
@@ -549,7 +549,7 @@ def write_hf_tokenizer(
         written.decoder = decoders.Fuse()
         if end is not None:
             written.add_special_tokens(["<|endoftext|>"])
-    else:  # bytes, and GPT-2's pairs of them, are written as printable characters
+    else:  # GPT-2's format writes bytes as printable characters
         printable = byte_characters()
         if isinstance(tokenizer, GPT2Tokenizer):
             ranks = tokenizer.encoding._mergeable_ranks
@@ -566,23 +566,23 @@ def write_hf_tokenizer(
         written.add_special_tokens(["<|endoftext|>"])
     settings = {k: v for k, v in came_with.get("tokenizer_config", {}).items()
                 if k not in ("auto_map", "backend", "is_local", "processor_class")}  # fmt: skip
-    if isinstance(settings.get("extra_special_tokens"), list):  # which transformers 4 refuses
+    if isinstance(settings.get("extra_special_tokens"), list):  # transformers 4 rejects it
         settings["additional_special_tokens"] = settings.pop("extra_special_tokens")
     settings |= {
-        "tokenizer_class": "PreTrainedTokenizerFast",  # takes tokenizer.json as it is
+        "tokenizer_class": "PreTrainedTokenizerFast",  # reads tokenizer.json unchanged
         "clean_up_tokenization_spaces": settings.get("clean_up_tokenization_spaces", False),
-        "model_input_names": ["input_ids", "attention_mask"],  # not token_type_ids: models refuse
+        "model_input_names": ["input_ids", "attention_mask"],  # models reject token_type_ids
         "add_bos_token": begin is not None,
         "add_eos_token": False,
     }
     if end is not None:
         settings.setdefault("eos_token", written.id_to_token(end))
-        if not came_with.get("tokenizer_config"):  # as in GPT-2, one token does both
+        if not came_with.get("tokenizer_config"):  # like GPT-2, use one token for both
             settings["bos_token"] = settings["eos_token"]
     if begin is not None:
         settings["bos_token"] = written.id_to_token(begin)
     before = json.loads(written.to_str())["pre_tokenizer"] or {}
-    if "add_prefix_space" in before:  # else transformers 4 sets it to its own default
+    if "add_prefix_space" in before:  # otherwise transformers 4 uses its own default
         settings["add_prefix_space"] = before["add_prefix_space"]
     with whole_file(folder / "tokenizer.json") as file:
         file.write(written.to_str(pretty=True).encode())
@@ -606,7 +606,7 @@ def write_hf_tokenizer(
 
 def prepending(content: str, begin: int) -> str:
     """A tokenizer.json with a template that puts the token `begin` before each text. (A template
-    written as a string could not name a token with a space, a colon or a dollar sign.)"""
+    string cannot contain a token with a space, a colon or a dollar sign.)"""
     import tokenizers
 
     tokenizer = json.loads(content)
@@ -621,15 +621,15 @@ def prepending(content: str, begin: int) -> str:
 
 
 def byte_characters() -> list[str]:
-    """The printable character that stands for each byte in GPT-2's vocabulary: itself where it is
-    one, else the next from U+0100 on."""
+    """The printable character for each byte in GPT-2's vocabulary: the byte itself if it is
+    printable, else the next unused character from U+0100 on."""
     shown = [*range(33, 127), *range(161, 173), *range(174, 256)]
     hidden = [byte for byte in range(256) if byte not in shown]
     return [chr(byte) if byte in shown else chr(256 + hidden.index(byte)) for byte in range(256)]
 
 
 def byte_pairs(ranks: dict[bytes, int]) -> list[tuple[bytes, bytes]]:
-    """The merges that made the tokens: each token's last pair under all earlier merges."""
+    """The merges of the tokens: each token's last pair after all earlier merges."""
     pairs = []
     for token, rank in sorted(ranks.items(), key=lambda item: item[1]):
         parts = [token[i : i + 1] for i in range(len(token))]
@@ -643,9 +643,9 @@ def byte_pairs(ranks: dict[bytes, int]) -> list[tuple[bytes, bytes]]:
 
 
 def load_tokenizer(name: str, special_tokens: bool = False) -> Tokenizer:
-    """The tokenizer that a prepare script's --tokenizer names: gpt2, byte, or hf:PATH_OR_HUB_ID.
+    """The tokenizer for a prepare script's --tokenizer: gpt2, byte, or hf:PATH_OR_HUB_ID.
 
-    special_tokens: read special tokens that texts spell as tokens, not as characters.
+    special_tokens: encode special tokens in a text as tokens, not as characters.
     """
     if name.startswith("hf:") and name != "hf:":
         source = name[3:]
@@ -657,53 +657,53 @@ def load_tokenizer(name: str, special_tokens: bool = False) -> Tokenizer:
             raise UserError(f"{source} has no tokenizer.json{how_to_make(folder)}")
         if meta["end_of_text"] is None:
             print(
-                f"warning: none of {source}'s files names an end-of-text token: documents will not "
-                "be separated, and samples will not end on their own"
+                f"warning: no file of {source} has an end-of-text token: documents will not be "
+                "separated, and samples will only end at their maximum length"
             )
         model = json.loads(meta["json"])["model"]
         drops = model.get("type") == "BPE" and not model.get("unk_token")
         if drops and not model.get("byte_fallback") and not spells_bytes(meta["json"]):
             print(
-                f"warning: {source} drops characters that its vocabulary lacks, without a token "
-                "for them: bits per byte count them all the same"
+                f"warning: {source} drops characters that are not in its vocabulary: they make no "
+                "tokens, but bits per byte counts them"
             )
         return from_meta(meta | {"special_tokens": special_tokens})
     if name not in ("gpt2", "byte"):
         raise UserError(
             f"unknown tokenizer={name!r}: use gpt2, byte, hf:PATH_OR_HUB_ID, run:FOLDER, or for "
-            "text of your own char or bpe:SIZE"
+            "your own text char or bpe:SIZE"
         )
     if name == "byte" and special_tokens:
-        raise UserError("special_tokens=True is not for bytes: their only one has no spelling")
+        raise UserError("special_tokens=True needs a gpt2 or hf: tokenizer, not byte")
     return from_meta({"tokenizer": name, "special_tokens": special_tokens})
 
 
 def spells_bytes(content: str) -> bool:
-    """Whether a tokenizer.json writes texts as bytes, as GPT-2's does."""
+    """Whether a tokenizer.json works on bytes, like GPT-2's."""
     return '"ByteLevel"' in json.dumps(json.loads(content).get("pre_tokenizer"))
 
 
 def how_to_make(folder: Path) -> str:
-    """How to get a tokenizer.json from other files of a tokenizer; empty if there are none."""
+    """How to make a tokenizer.json from a tokenizer's other files; empty if there are none."""
     if not any((folder / n).exists() for n in ("tokenizer.model", "vocab.json", "vocab.txt")):
         return ""
     return (
-        ", but another kind of file: make one with python -c 'from transformers import "
+        ", only an older format: convert it with python -c 'from transformers import "
         f'AutoTokenizer as A; A.from_pretrained("{folder}").save_pretrained("{folder}")\''
     )
 
 
 def same_tokenizer(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    """Whether two `meta()` describe the same ids for the same documents."""
+    """Whether two `meta()` give the same ids for the same documents."""
     keys = ("tokenizer", "alphabet", "json", "begin_of_text", "end_of_text")
     return all(one.get(key) == other.get(key) for key in keys)
 
 
 def check_meta(meta: Any, source: str, whole: bool = False) -> None:
-    """Raises UserError that names `source` and the key if `meta` is not what meta.json may be.
+    """Raises UserError with `source` and the key if `meta` is not valid for meta.json.
 
-    whole: where it describes a tokenizer, it must describe the tokens too, as prepare.py's do.
-    Else a misspelled key would be read as GPT-2's vocabulary, or 32 bits as 16.
+    whole: if it has a tokenizer, require the vocabulary size and dtype too, which prepare.py
+    writes. Otherwise a misspelled key would mean GPT-2's vocabulary, or 16 bits instead of 32.
     """
     if not isinstance(meta, dict):
         raise UserError(f"{source} must hold a JSON object, not a {type(meta).__name__}")
@@ -732,9 +732,9 @@ def check_meta(meta: Any, source: str, whole: bool = False) -> None:
 
 
 def from_meta(meta: dict[str, Any]) -> Tokenizer:
-    """The tokenizer that `meta` (a data set's meta.json, or a checkpoint's copy) describes.
+    """The tokenizer of `meta` (a data set's meta.json, or a checkpoint's copy of it).
 
-    Without one it is GPT-2's: nanoGPT's bare .bin files hold its tokens.
+    The default is GPT-2's, for nanoGPT's bare .bin files.
     """
     name, special_tokens = meta.get("tokenizer", "gpt2"), meta.get("special_tokens", False)
     if name == "char":
@@ -748,4 +748,4 @@ def from_meta(meta: dict[str, Any]) -> Tokenizer:
             meta["json"], meta.get("end_of_text"), meta.get("begin_of_text"),
             meta.get("stop_tokens", []), special_tokens,
         )  # fmt: skip
-    raise UserError(f"unknown tokenizer {name!r}: known are char, byte, gpt2 and hf")
+    raise UserError(f"unknown tokenizer {name!r}: use char, byte, gpt2 or hf")

@@ -222,7 +222,7 @@ def test_an_export_replaces_no_other_model(run, sums, tmp_path):
 
 def test_a_name_that_is_nowhere_is_one_line(run, sums, tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    with pytest.raises(ValueError, match="^no-one/nothing is neither a folder nor a model that"):
+    with pytest.raises(ValueError, match="^no-one/nothing is neither a folder nor available"):
         run("train.py", *TINY, f"--dataset={sums}", f"--out_dir={tmp_path}",
             "--init_from=no-one/nothing")  # fmt: skip
 

@@ -166,7 +166,7 @@ def test_what_an_earlier_run_has_written_is_no_text(run, tmp_path):
         (["--input={binary}", "--tokenizer=hf:"], "unknown tokenizer='hf:'"),
         (
             ["--input={binary}", "--tokenizer=byte"],
-            "binary is no text: it holds bytes that are no UTF-8",
+            "binary is not text: it has bytes that are not UTF-8",
         ),
         (["--input={binary}", "--tokenizer=bpe"], "unknown tokenizer='bpe'"),
         (["--input={binary}", "--val_fraction=1"], "val_fraction=1.0 must be above 0"),
@@ -220,12 +220,12 @@ def test_rows_of_jsonl_parquet_and_gz_are_documents(run, tmp_path):
 
 BAD_ROWS = {
     '{"body": "x"}': "no 'text', only body: pass --column=NAME",
-    '{"text": ': "no JSON",
+    '{"text": ': "not JSON",
     "[1]": "a list, not an object with 'text'",
     "{}": "no 'text', only {}: pass --column=NAME",
     '{"text": null}': "'text' is null, not text",
     '{"text": 7}': "'text' is int, not text",
-    '{"text": ' + "[" * 100_000: "no JSON",  # deeper than Python's stack
+    '{"text": ' + "[" * 100_000: "not JSON",  # deeper than Python's stack
     '{"text": "\\ud83d"}': "half a character",
 }
 
@@ -244,14 +244,12 @@ def test_bad_rows_are_named_by_file_and_line_and_left_out_if_asked(run, tmp_path
         run("data/text/prepare.py", *arguments)
     assert type(error.value) is UserError  # which is printed without a trace
     first = next(iter(BAD_ROWS.values()))
-    assert (
-        str(error.value) == f"{path}, line 5: {first} (--skip_bad_rows=True leaves such rows out)"
-    )
+    assert str(error.value) == f"{path}, line 5: {first} (--skip_bad_rows=True skips such rows)"
     shown = run("data/text/prepare.py", *arguments, "--skip_bad_rows=True")
     for i, problem in enumerate(BAD_ROWS.values()):
         assert f"{path}, line {4 * i + 5}: {problem}" in shown
-    assert f"{path}, line 40: no JSON ('utf-8' codec" in shown
-    assert "warning: 9 rows without text were left out" in shown
+    assert f"{path}, line 40: not JSON ('utf-8' codec" in shown
+    assert "warning: skipped 9 rows without text" in shown
     text = "".join(ByteTokenizer().decode(read(tmp_path / "out", s)) for s in ("train", "val"))
     assert sorted(text.split("text ")[1:], key=int) == [str(i) for i in range(30)]
 
@@ -265,10 +263,10 @@ def test_a_preparation_that_a_bad_row_has_ended_goes_on_without_it(run, tmp_path
     arguments = f"--input={path}", "--tokenizer=byte", f"--out={tmp_path / 'out'}"
     with pytest.raises(ValueError, match="line 301: a list"):
         run("data/text/prepare.py", *arguments)
-    with pytest.raises(ValueError, match="holds parts made with other column, skip_bad_rows"):
+    with pytest.raises(ValueError, match="different column, skip_bad_rows: delete"):
         run("data/text/prepare.py", *arguments, "--column=body", "--skip_bad_rows=True")
     shown = run("data/text/prepare.py", *arguments, "--skip_bad_rows=True")
-    assert "shards are there already" in shown
+    assert "shards are already done" in shown
     text = "".join(ByteTokenizer().decode(read(tmp_path / "out", s)) for s in ("train", "val"))
     assert sorted(text.split("text ")[1:], key=int) == [str(i) for i in range(300)]
 
@@ -289,7 +287,7 @@ def test_broken_files_are_named(run, tmp_path):
                 f"--out={tmp_path / name}-out")  # fmt: skip
     pyarrow.parquet.write_table(pyarrow.table({"body": ["a"]}), tmp_path / "f.parquet")
     pyarrow.parquet.write_table(pyarrow.table({"text": ["a", None]}), tmp_path / "g.parquet")
-    for name, message in (("f", "rows without 'text', only body: pass --column=NAME"),
+    for name, message in (("f", "no column 'text', only body: pass --column=NAME"),
                           ("g", "row 2: 'text' is null, not text")):  # fmt: skip
         with pytest.raises(ValueError, match=message):
             run("data/text/prepare.py", f"--input={tmp_path / name}.parquet", "--tokenizer=byte",
@@ -408,7 +406,7 @@ def test_one_preparation_at_a_time_writes_to_a_folder(run, tmp_path, other_run):
 
 
 def test_a_process_that_is_killed_is_one_line():
-    with pytest.raises(ValueError, match="was killed.* goes on from what is done.* --num_proc"):
+    with pytest.raises(ValueError, match="was killed.* --num_proc.* continues after the finished"):
         hub.run_jobs(os._exit, [9, 9], num_proc=2)
 
 
@@ -465,7 +463,7 @@ def test_f38_a_repository_with_a_script_is_one_line(run, tmp_path, repository):
     ("readme", "message"),
     [
         ("configs:\n- config_name: a\n  data_files: sample/10BT/000*\n- config_name: b\n"
-         "  data_files: sample/10BT/001*\n", "a, b.*pass --name=ONE_OF_THEM"),
+         "  data_files: sample/10BT/001*\n", "a, b.*pass one as --name=NAME"),
         ("configs:\n- config_name: default\n  data_files:\n  - split: test\n"
          "    path: sample/10BT/*\n", "pass --split=NAME"),
     ],
@@ -511,7 +509,7 @@ def test_processes_streaming_and_interruptions_change_nothing(
         prepare("restarted")
     first = tmp_path / "restarted" / ".shards" / "00000.json"
     written = first.stat().st_mtime_ns
-    with pytest.raises(ValueError, match="holds parts made with other tokenizer, val_fraction"):
+    with pytest.raises(ValueError, match="different tokenizer, val_fraction: delete"):
         hub.prepare_from_hub(tmp_path / "restarted", CharTokenizer("ab"), str(repository))
     assert first.stat().st_mtime_ns == written
     (first.parent / "source.json").write_text("{")  # a full disk cut it short
@@ -534,7 +532,7 @@ def test_a_document_of_the_hub_that_is_no_text_is_left_out_and_named(tmp_path, r
     assert sum(counts) == 299
     shown = capsys.readouterr().out
     assert "document 8 of part 2 of 3: 'text' is null, not text" in shown
-    assert "warning: 1 rows without text were left out" in shown
+    assert "warning: skipped 1 rows without text" in shown
 
 
 @pytest.mark.parametrize("num_proc", [1, 2])

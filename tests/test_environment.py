@@ -55,7 +55,7 @@ def test_f09_no_compiler_is_one_line_with_its_remedy(monkeypatch, tmp_path):
 
 def test_f09_compiler_variable_of_several_words_is_named(monkeypatch):
     monkeypatch.setenv("CXX", "ccache g++")
-    assert "CXX=ccache g++ is no executable (it must be one word" in (
+    assert "CXX=ccache g++ is not an executable (it must be one word" in (
         environment.compile_obstacle(CPU)
     )
 
@@ -133,7 +133,7 @@ def test_f08_no_driver_and_a_wrong_variable_are_reported(tmp_path, monkeypatch):
     maps.write_text("7f00-7f01 r-xp 00000000 08:01 123   /usr/lib/libc.so.6\n")
     assert "is the NVIDIA driver installed" in environment.provide_libcuda(maps)
     monkeypatch.setenv("TRITON_LIBCUDA_PATH", str(tmp_path))
-    assert "holds no libcuda.so" in environment.provide_libcuda(maps)
+    assert "has no libcuda.so" in environment.provide_libcuda(maps)
 
 
 @pytest.mark.parametrize(
@@ -177,7 +177,7 @@ def test_the_report_says_that_torch_finds_no_driver(monkeypatch):
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     found = [row for row in environment.report() if row[1] == "driver"]
     assert [state for state, _, _ in found] == ["warning"]
-    assert "this torch needs one for CUDA 13.0 or newer" in found[0][2]
+    assert "this torch needs a driver for CUDA 13.0 or newer" in found[0][2]
 
 
 def test_a_report_whose_reader_has_seen_enough_ends_silently():
@@ -224,7 +224,7 @@ def test_f05_a_mode_that_cannot_help_here_is_said_at_the_start(monkeypatch):
     monkeypatch.setattr(compiling, "expandable_segments", lambda: False)
     gpu = Process(device=torch.device("cuda"), dtype=torch.bfloat16)
     shown = Plan(None, "max-autotune", True).summary(gpu)
-    assert "not autotuned: 40 multiprocessors, 68 are needed" in shown
+    assert "not autotuned: the GPU has 40 multiprocessors, 68 are needed" in shown
     assert "without expandable segments" in shown
     assert "autotuned" not in Plan(None, "default", False).summary(gpu)
     shown = Plan(None, "reduce-overhead", False).summary(Process())

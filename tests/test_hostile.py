@@ -229,7 +229,7 @@ def test_f82_neither_a_trace_nor_a_tokenizer_follows_a_link(run, sums, tmp_path)
     (tmp_path / "data" / ".shards").mkdir(parents=True)
     (tmp_path / "data" / ".shards" / "tokenizer").symlink_to(mine)
     (tmp_path / "a.txt").write_text("some text here " * 99)
-    with pytest.raises(ValueError, match="tokenizer is a link, which is not followed"):
+    with pytest.raises(ValueError, match="tokenizer is a symbolic link, which is not followed"):
         run("data/text/prepare.py", f"--input={tmp_path / 'a.txt'}", "--tokenizer=bpe:300",
             f"--out={tmp_path / 'data'}")  # fmt: skip
     assert [path.name for path in mine.iterdir()] == ["tokenizer.json"]
@@ -258,7 +258,7 @@ def test_f83_a_tokenizer_of_ones_own_is_not_replaced_by_a_trained_one(run, tmp_p
     (tmp_path / "out" / "tokenizer.json").write_text("mine")
     arguments = ["data/text/prepare.py", f"--input={tmp_path / 'a.txt'}", "--tokenizer=bpe:270",
                  f"--out={tmp_path / 'out'}"]  # fmt: skip
-    with pytest.raises(ValueError, match="tokenizer.json is there and of no data set"):
+    with pytest.raises(ValueError, match="tokenizer.json is not part of a data set"):
         run(*arguments)
     assert (tmp_path / "out" / "tokenizer.json").read_text() == "mine"
     (tmp_path / "out" / "tokenizer.json").unlink()

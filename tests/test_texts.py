@@ -183,7 +183,7 @@ def test_f61_the_template_decides_as_it_does_for_transformers(tmp_path, capsys, 
     found = load_tokenizer(f"hf:{folder}")
     theirs = transformers.AutoTokenizer.from_pretrained(folder)("a").input_ids
     assert encode_prompt(found, "a") == theirs and len(theirs) == 1 + bool(begin)
-    noted = "the template in tokenizer.json says otherwise" in capsys.readouterr().out
+    noted = "the template in tokenizer.json disagrees" in capsys.readouterr().out
     assert noted is (adds is not bool(begin))
     tokenizers_.write_hf_tokenizer(found.meta(), tmp_path)
     assert transformers.AutoTokenizer.from_pretrained(tmp_path)("a").input_ids == theirs
@@ -204,7 +204,7 @@ def test_f61_templates_with_several_tokens_are_refused_and_odd_names_kept(tmp_pa
     two = json.loads(content)
     two["post_processor"]["single"].insert(0, two["post_processor"]["single"][0])
     (tmp_path / "tokenizer.json").write_text(json.dumps(two))
-    with pytest.raises(ValueError, match="puts 2 tokens before a text: no more than one"):
+    with pytest.raises(ValueError, match="puts 2 tokens before a text: only one"):
         load_tokenizer(f"hf:{tmp_path}")
 
 
@@ -236,7 +236,7 @@ def test_f62_end_of_text_is_found_where_tokenizers_keep_it(tmp_path, capsys):
     assert capsys.readouterr().out == ""
     assert load_tokenizer(f"hf:{tmp_path}").end_of_text is None
     shown = capsys.readouterr().out
-    assert "names an end-of-text token: documents will not be separated, and samples" in shown
+    assert "has an end-of-text token: documents will not be separated, and samples" in shown
     special = {"eos_token": {"content": "<|im_end|>", "lstrip": False}}
     (tmp_path / "special_tokens_map.json").write_text(json.dumps(special))
     assert load_tokenizer(f"hf:{tmp_path}").end_of_text == 1
@@ -292,7 +292,7 @@ def test_f63_a_row_that_the_tokenizer_fails_on_is_named_and_left_out_if_asked(
     with pytest.raises(ValueError, match=r"a.jsonl, line 31: the tokenizer failed \(Panic: stack"):
         prepare_from_files(tmp_path / "out", "gpt2", [path], num_proc=num_proc)
     prepare_from_files(tmp_path / "out", "gpt2", [path], num_proc=num_proc, skip_bad_rows=True)
-    assert "1 rows without text were left out" in capsys.readouterr().out
+    assert "skipped 1 rows without text" in capsys.readouterr().out
     ids = read(tmp_path / "out", "train") + read(tmp_path / "out", "val")
     assert ids.count(50256) == 60
 
@@ -301,7 +301,7 @@ def test_f63_bytes_of_surrogates_are_a_bad_row(run, tmp_path):
     rows = b'{"text": "first"}\n' * 20
     (tmp_path / "a.jsonl").write_bytes(rows + BAD + rows)
     arguments = f"--input={tmp_path / 'a.jsonl'}", "--tokenizer=byte", f"--out={tmp_path / 'out'}"
-    with pytest.raises(ValueError, match=r"a.jsonl, line 21: no JSON \('utf-8'"):
+    with pytest.raises(ValueError, match=r"a.jsonl, line 21: not JSON \('utf-8'"):
         run("data/text/prepare.py", *arguments)
     assert "1 rows" in run("data/text/prepare.py", *arguments, "--skip_bad_rows=True")
 
@@ -315,7 +315,7 @@ def test_f63_a_bad_row_of_parquet_is_no_bad_file(run, tmp_path):
     table = table.set_column(0, "text", table["text"].combine_chunks().view(pyarrow.string()))
     pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
     arguments = f"--input={tmp_path / 'a.parquet'}", "--tokenizer=byte", f"--out={tmp_path / 'o'}"
-    with pytest.raises(ValueError, match=r"a.parquet, row 21: no UTF-8"):
+    with pytest.raises(ValueError, match=r"a.parquet, row 21: not UTF-8"):
         run("data/text/prepare.py", *arguments)
     run("data/text/prepare.py", *arguments, "--skip_bad_rows=True")
     assert (read(tmp_path / "o", "train") + read(tmp_path / "o", "val")).count(256) == 40
@@ -324,10 +324,10 @@ def test_f63_a_bad_row_of_parquet_is_no_bad_file(run, tmp_path):
 @pytest.mark.parametrize(
     ("name", "rows", "problem"),
     [
-        ("a.csv", b"text\ngood\nHello, world\n", "line 3: 2 fields, not 1: check its quotes"),
+        ("a.csv", b"text\ngood\nHello, world\n", "line 3: 2 fields, not 1: check the quotes"),
         ("a.tsv", b"id\ttext\n1\tgood\n2\ta\tb\n", "line 3: 3 fields, not 2"),
-        ("a.csv", b"text\ngood\nna\xefve\n", r"line 3: no UTF-8 \(byte 0xef\)"),
-        ("a.json", b'[{"text": "good"}, {"text": "na\xefve"}]', r"row 2: no UTF-8 \(byte 0xef"),
+        ("a.csv", b"text\ngood\nna\xefve\n", r"line 3: not UTF-8 \(byte 0xef\)"),
+        ("a.json", b'[{"text": "good"}, {"text": "na\xefve"}]', r"row 2: not UTF-8 \(byte 0xef"),
     ],
 )
 def test_f63_rows_that_would_lose_text_are_bad_rows(run, tmp_path, name, rows, problem):
@@ -342,7 +342,7 @@ def test_f63_a_list_takes_control_characters_and_names_what_it_cannot_read(tmp_p
     for rows, error in (
         (b'[{"text": "a\tb"}]', None),
         (b'[{"text": "a"}, {"text": ' + b"[" * 100_000 + b"]" * 100_000 + b"}]", "row 2 is no"),
-        (b'[{"text": "a"}, {"text": b}]', "row 2 is no JSON"),
+        (b'[{"text": "a"}, {"text": b}]', "row 2 is not JSON"),
     ):
         (tmp_path / "a.json").write_bytes(rows)
         groups = textfiles.plan([tmp_path / "a.json"], 0.1, ByteTokenizer().seam)
@@ -450,7 +450,7 @@ def test_f65_the_switch_is_recorded_and_no_token_is_doubled(run, tmp_path, gpt2_
     run("data/text/prepare.py", *arguments, "--special_tokens=True")
     assert read(tmp_path / "out", "train")[:4] == [505, 50256, 11545, 50256]
     assert read_meta(tmp_path / "out")["special_tokens"] is True
-    with pytest.raises(ValueError, match="special_tokens=True is not for bytes"):
+    with pytest.raises(ValueError, match="needs a gpt2 or hf: tokenizer, not byte"):
         run("data/text/prepare.py", *arguments, "--tokenizer=byte", "--special_tokens=True")
 
 
@@ -605,17 +605,17 @@ def tar_gz():
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("box.tar.gz", tar_gz, "is no text: it holds NUL characters.*unpack archives"),
-        ("a.zip", lambda: b"PK\x03\x04" + b"\0" * 99, "is no text: it holds NUL"),
-        ("utf16.txt", lambda: "text".encode("utf-16"), "is no text: it holds NUL.*iconv"),
-        ("latin1.txt", lambda: "tëxt".encode("latin-1"), "bytes that are no UTF-8.*iconv"),
+        ("box.tar.gz", tar_gz, "is not text: it has NUL characters.*unpack archives"),
+        ("a.zip", lambda: b"PK\x03\x04" + b"\0" * 99, "is not text: it has NUL"),
+        ("utf16.txt", lambda: "text".encode("utf-16"), "is not text: it has NUL.*iconv"),
+        ("latin1.txt", lambda: "tëxt".encode("latin-1"), "bytes that are not UTF-8.*iconv"),
         ("late.txt", lambda: b"text " * 20_000 + b"\0" * 9 + b"text", "cannot read.*NUL"),
         ("rows.jsonl.bak", lambda: b'{"text": "a"}\n' * 9, "holds rows of JSON: name it .jsonl"),
         ("wide.rows", lambda: b'{"text": "' + b"x" * 70_000 + b'"}\n' * 9, "holds rows of JSON"),
-        ("a.csv", lambda: b"text,text\n1,x\n", "2 columns with the name 'text'"),
+        ("a.csv", lambda: b"text,text\n1,x\n", "2 columns named 'text'"),
         ("b.csv", lambda: b"", "it is empty"),
-        ("a.csv", lambda: b"id,body\n1,x\n", "rows without 'text', only id, body: pass --column"),
-        ("list.json", lambda: b'[{"text": "a"}, {"tex', "row 2 is no JSON"),
+        ("a.csv", lambda: b"id,body\n1,x\n", "no column 'text', only id, body: pass --column"),
+        ("list.json", lambda: b'[{"text": "a"}, {"tex', "row 2 is not JSON"),
     ],
 )
 def test_f67_what_is_no_text_is_refused_by_name(run, tmp_path, name, content, message):
@@ -639,7 +639,7 @@ def test_f68_a_token_beyond_the_vocabulary_has_a_remedy_that_works(tmp_path, run
     write_dataset(tmp_path / "b", ByteTokenizer(), {"train": ["abc" * 99], "val": ["abc" * 99]})
     meta = json.loads((tmp_path / "b" / "meta.json").read_text()) | {"vocab_size": 98}
     (tmp_path / "b" / "meta.json").write_text(json.dumps(meta))
-    with pytest.raises(ValueError, match=r"vocabulary in its meta.json has 98: prepare it again"):
+    with pytest.raises(ValueError, match="in its meta.json has 98: prepare the data again"):
         run("train.py", *arguments[:-3], f"--dataset={tmp_path / 'b'}", *arguments[-2:])
 
 
@@ -650,7 +650,7 @@ def test_f68_hf_may_name_the_file_itself(tmp_path):
 
 def test_f68_other_kinds_of_tokenizers_and_weights_say_how_to_convert(tmp_path):
     (tmp_path / "tokenizer.model").write_bytes(b"sentencepiece")
-    with pytest.raises(ValueError, match=r"no tokenizer.json, but another.*save_pretrained"):
+    with pytest.raises(ValueError, match="no tokenizer.json, only an older.*save_pretrained"):
         load_tokenizer(f"hf:{tmp_path}")
     folder = qwen(tmp_path / "model")
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
@@ -757,7 +757,7 @@ def test_ones_own_bpe_is_trained_kept_and_exported(run, tmp_path):
     rows_file(tmp_path / "a.jsonl", STORIES)
     shown = run("data/text/prepare.py", f"--input={tmp_path / 'a.jsonl'}", "--tokenizer=bpe:300",
                 f"--out={tmp_path / 'data'}")  # fmt: skip
-    assert "vocabulary 300; to train on it: python train.py --dataset=" in shown
+    assert "vocabulary size 300; train on it with: python train.py --dataset=" in shown
     meta = read_meta(tmp_path / "data")
     tokenizer = from_meta(meta)
     assert (meta["vocab_size"], tokenizer.end_of_text) == (300, 0)
@@ -769,7 +769,7 @@ def test_ones_own_bpe_is_trained_kept_and_exported(run, tmp_path):
     run("convert.py", f"--out_dir={tmp_path / 'out'}", f"--to={tmp_path / 'to'}")
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "to")
     assert theirs(STORIES[3]).input_ids == kept.encode(STORIES[3]) and theirs.eos_token_id == 0
-    with pytest.raises(ValueError, match="write the vocabulary's size, as in bpe:8192"):
+    with pytest.raises(ValueError, match="give the vocabulary size, as in bpe:8192"):
         run("data/text/prepare.py", f"--input={tmp_path / 'a.jsonl'}", "--tokenizer=bpe:many",
             f"--out={tmp_path / 'data'}")  # fmt: skip
 
@@ -853,9 +853,9 @@ def test_f69_a_part_may_begin_within_a_character(tmp_path, monkeypatch, gpt2_fil
     ("name", "content", "message"),
     [
         ("a.tsv", 'id\ttext\n1\tplain\n2\t"so it goes\n' + "3\tplain\n" * 50,
-         "unexpected end of data in the row that begins at line 3: check its quotes"),
-        ("a.json", '[{"text": "a"}] tail', "something follows the list: 'tail'"),
-        ("a.json", '{\n "text": "a"\n}', "a .json file has a row per line, or is a list of rows"),
+         "unexpected end of data in the row that starts at line 3: check the quotes"),
+        ("a.json", '[{"text": "a"}] tail', "unexpected text after the list: 'tail'"),
+        ("a.json", '{\n "text": "a"\n}', "a .json file must have one row per line or"),
         ("a.txt", b"a" * 70_000 + b"\xff" + b"a" * 50, "invalid start byte at byte 70000"),
     ],
 )  # fmt: skip
@@ -889,7 +889,7 @@ def test_f83_other_peoples_token_files_and_tokenizers_stay(run, tmp_path):
     nano.mkdir()
     (nano / "train.bin").write_bytes(b"precious")
     arguments = ["data/text/prepare.py", f"--input={tmp_path / 'a.txt'}"]
-    with pytest.raises(ValueError, match="train.bin is there without a meta.json, as nanoGPT's"):
+    with pytest.raises(ValueError, match="train.bin exists without a meta.json, like nanoGPT's"):
         run(*arguments, "--tokenizer=byte", f"--out={nano}")
     assert (nano / "train.bin").read_bytes() == b"precious"
     model = tmp_path / "model"
@@ -901,7 +901,7 @@ def test_f83_other_peoples_token_files_and_tokenizers_stay(run, tmp_path):
     (model / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
     meta = json.loads((model / "meta.json").read_text())
     (model / "meta.json").write_text(json.dumps(meta | {"json": "{}" + " " * 9999}))
-    with pytest.raises(ValueError, match="tokenizer.json is there and of no data set"):
+    with pytest.raises(ValueError, match="tokenizer.json is not part of a data set"):
         run(*arguments, "--tokenizer=bpe:300", f"--out={model}")
     assert (model / "tokenizer.json").read_bytes() == before + b" "
 
@@ -999,7 +999,7 @@ def test_f80_meta_json_has_the_files_checksums(tmp_path):
     content = bytearray((tmp_path / "train.bin").read_bytes())
     content[-20] ^= 1
     (tmp_path / "train.bin").write_bytes(content)
-    with pytest.raises(ValueError, match="train.bin does not have the checksum in its meta.json"):
+    with pytest.raises(ValueError, match="train.bin does not match the checksum in its meta.json"):
         DataSet(str(tmp_path)).verify()
 
 
@@ -1010,7 +1010,7 @@ def test_f80_files_of_two_data_sets_are_not_one(tmp_path, monkeypatch):
         write_dataset(tmp_path / name, CharTokenizer("abcxyz"), text)
     DataSet(str(tmp_path / "one"))
     os.replace(tmp_path / "two" / "meta.json", tmp_path / "one" / "meta.json")
-    with pytest.raises(ValueError, match="train.bin is not of the data set that meta.json"):
+    with pytest.raises(ValueError, match="train.bin does not belong to its meta.json"):
         DataSet(str(tmp_path / "one"))
 
 
@@ -1022,7 +1022,7 @@ def test_f80_two_preparations_do_not_write_at_once(other_run, tmp_path):
 
 def test_f83_a_meta_json_of_something_else_is_not_replaced(tmp_path):
     (tmp_path / "meta.json").write_text('{"mine": 1}')
-    with pytest.raises(ValueError, match="meta.json is there and belongs to no data set"):
+    with pytest.raises(ValueError, match="meta.json exists and belongs to no data set"):
         write_dataset(tmp_path, ByteTokenizer(), {"train": ["abc"], "val": ["abc"]})
     assert (tmp_path / "meta.json").read_text() == '{"mine": 1}'
     assert [p.name for p in tmp_path.iterdir()] == ["meta.json"]

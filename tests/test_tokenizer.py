@@ -113,7 +113,7 @@ def test_text_that_a_vocabulary_without_an_unknown_token_lacks_is_one_line():
     import tokenizers
 
     made = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0}, unk_token="?"))
-    with pytest.raises(ValueError, match="tokenizer does not know all of 'b'"):
+    with pytest.raises(ValueError, match="tokenizer cannot encode all of 'b'"):
         HFTokenizer(made.to_str(), None).encode("b")
 
 
@@ -122,8 +122,8 @@ def test_text_that_a_vocabulary_without_an_unknown_token_lacks_is_one_line():
     [
         ("{oops", "cannot be read"),
         ("[]", "cannot be read"),
-        ('{"eos_token_id": 5000}', "eos_token_id=5000 is no id of the tokenizer's 3"),
-        ('{"eos_token_id": "</s>"}', "eos_token_id='</s>' is no id"),
+        ('{"eos_token_id": 5000}', "eos_token_id=5000 is not one of the tokenizer's 3 ids"),
+        ('{"eos_token_id": "</s>"}', "eos_token_id='</s>' is not one of"),
     ],
 )
 def test_an_odd_config_beside_a_tokenizer_is_one_line(tmp_path, content, message):

@@ -789,7 +789,7 @@ def test_a_sample_from_weights_that_overflowed_ends_in_one_line(run, sums, tmp_p
         ("--lr_schedule=linear", "unknown lr_schedule='linear': use cosine, wsd"),
         ("--compile_mode=fast", "unknown compile_mode='fast': use default, reduce-overhead"),
         ("--activation_checkpointing=all", "unknown activation_checkpointing=.all.: use none"),
-        ("--init_from=nowhere", "nowhere is neither a folder nor a model"),
+        ("--init_from=nowhere", "nowhere is neither a folder nor available"),
         ("--n_head=3", "n_embd=32 is not divisible by n_head=3"),
         ("--n_kv_head=3", "n_head=2 is not divisible by n_kv_head=3"),
         ("--n_embd=34", "head dimension .* is odd"),
