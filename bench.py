@@ -1,11 +1,11 @@
-"""Time training steps: runs the real train.py on random tokens and reads its metrics.
+"""Time training steps: run the real train.py on random tokens and read its metrics.
 
     python bench.py config/train_gpt2.py --batch_size=32 --gradient_accumulation_steps=1
     python bench.py config/train_gpt2.py --gradient_accumulation_steps=16 --processes=4
 
-Prints the median over the measured steps, their spread ((max - min) / median), MFU where the
-device's peak is known, and peak memory. Nothing is evaluated or saved. The vocabulary is the data
-set's where that is there, else GPT-2's.
+Prints the median over the measured steps, their spread ((max - min) / median), MFU if the device's
+peak is known, and peak memory. It does not evaluate or save. The vocabulary size is the data set's
+if that is prepared, else GPT-2's.
 """
 
 import steady
@@ -31,14 +31,14 @@ from steady.runlog import read_metrics
 from steady.stop import on_signals
 
 # measurement
-steps = 12  # steps measured
-warmup_steps = 4  # steps before them: caches, clocks
-processes = 1  # GPUs of this machine to train on
+steps = 12  # steps to measure
+warmup_steps = 4  # steps to run before that
+processes = 1  # number of GPUs, one process each
 
 HERE = Path(__file__).parent
 config = configure(globals(), base=HERE / "train.py")
 
-# as Ctrl-C: train.py must not be left behind
+# like Ctrl-C, so that train.py is killed too
 on_signals(("SIGTERM", "SIGHUP"), signal.default_int_handler)
 
 with tempfile.TemporaryDirectory() as folder:
@@ -57,10 +57,10 @@ with tempfile.TemporaryDirectory() as folder:
     command += [argument for argument in sys.argv[1:] if argument.partition("=")[0] not in own]
     command += [f"--dataset={folder}", f"--out_dir={folder}", "--init_from=scratch"]
     command += ["--eval_interval=0", "--eval_only=False", "--log_interval=1", "--wandb_log=False"]
-    command += [f"--max_iters={1000 * (warmup_steps + steps)}"]  # it ends even if this is killed
+    command += [f"--max_iters={1000 * (warmup_steps + steps)}"]  # in case this script is killed
     metrics, output = Path(folder, "metrics.jsonl"), Path(folder, "output.txt")
     began = time.perf_counter()
-    with socket.socket() as found:  # a free port for the processes to meet at
+    with socket.socket() as found:  # a free port for torch.distributed
         found.bind(("127.0.0.1", 0))
         port = found.getsockname()[1]
     running = []
@@ -79,7 +79,7 @@ with tempfile.TemporaryDirectory() as folder:
                 entries = read_metrics(metrics)
                 if entries and first_step is None:
                     first_step = time.perf_counter() - began
-        finally:  # not torchrun: killing that would leave its processes behind
+        finally:  # no torchrun above: killing it would leave its processes running
             for process in running:
                 process.kill()
                 process.wait()

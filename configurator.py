@@ -1,4 +1,4 @@
-"""Command-line and config-file overrides for flat scripts, checked, with `--help`.
+"""Override a script's settings from config files and the command line, with checks and `--help`.
 
 A script lists its settings as plain assignments at its top and then calls `configure(globals())`:
 
@@ -10,8 +10,8 @@ A script lists its settings as plain assignments at its top and then calls `conf
     $ python train.py config/train_gpt2.py --learning_rate=3e-4
 
 Settings are applied in the order given, so the last one wins. A config file is Python: it sees the
-current settings, may import, and may compute with names that begin with an underscore. Any other
-name must be a setting. The comment behind an assignment is its `--help` text.
+current settings, may import modules, and may define helper variables that begin with an underscore.
+Any other name must be a setting. The comment after an assignment is its `--help` text.
 """
 
 import ast
@@ -32,11 +32,11 @@ from typing import Any, NamedTuple
 from steady import UserError, visible
 from steady.folder import require_file
 
-# What each setting of any script may be. What several must be together is checked where it matters.
+# The allowed values of all scripts' settings. Combinations are checked where they are used.
 CHOICES = {
     "dtype": ("auto", "float32", "bfloat16", "float16"),
     "compile_mode": ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"),
-    "activation_checkpointing": ("none", "selective", "block"),  # from the fastest to the smallest
+    "activation_checkpointing": ("none", "selective", "block"),  # from fastest to least memory
     "parallel": ("ddp", "fsdp"),
     "backend": ("auto", "nccl", "gloo"),
     "optimizer": ("adamw", "muon"),
@@ -46,7 +46,7 @@ CHOICES = {
     "y": ("loss", "bpb"),  # plot.py
 }
 RANGES = (
-    # what has an upper end here would overflow, or take longer than anybody waits
+    # upper limits: beyond them something overflows, or takes longer than anybody waits
     ("at least 1 and at most 2147483647", lambda value: 1 <= value < 2**31, (
         "block_size", "eval_iters", "max_new_tokens", "steps", "warmup_steps", "eval_windows",
     )),
@@ -77,7 +77,7 @@ RANGES = (
 )  # fmt: skip
 
 
-PATHS = ("out_dir", "dataset", "init_from", "to", "input", "out", "data")  # may begin with ~
+PATHS = ("out_dir", "dataset", "init_from", "to", "input", "out", "data")  # may begin with ~/
 
 
 class Setting(NamedTuple):
@@ -91,10 +91,10 @@ class Setting(NamedTuple):
 
 
 def read_settings(script: str | Path) -> dict[str, Setting]:
-    """The settings of a script, read from its source without running it.
+    """Read a script's settings from its source without running it.
 
-    They are its literal module-level assignments before the line that calls `configure`. An
-    annotation such as `batch_size: int | str = 12` allows several types.
+    Settings are module-level assignments of literals before the call of `configure`. An annotation
+    such as `batch_size: int | str = 12` allows several types.
     """
     source = Path(script).read_text(encoding="utf-8")
     statements = list(takewhile(lambda node: not calls_configure(node), ast.parse(source).body))
@@ -150,28 +150,27 @@ def configure(
 
     Args:
         namespace: the script's `globals()`; its settings are updated in place.
-        base: another script whose settings are accepted too (bench.py takes those of train.py).
-        positional: what `--help` calls arguments without dashes; "" if the script takes none.
-        ignored: a script whose settings config files may hold too, without effect (sample.py takes
-            the config of a training run).
+        base: another script whose settings are also accepted (train.py's, for bench.py).
+        positional: name for arguments without dashes in `--help`; "" if the script takes none.
+        ignored: a script whose settings are ignored in config files (train.py's, for sample.py,
+            which accepts the config file of a training run).
 
-    Raises UserError that names key, value and remedy for anything it cannot accept. From here on
-    a ValueError that this project raises, or the system's error about a file or disk, ends the
-    script with its one line and no traceback.
+    Raises UserError with key, value and remedy for invalid settings. From here on, any UserError
+    or OSError ends the script with one line and no traceback.
     """
     sys.excepthook = one_line_errors
     if signal.getsignal(signal.SIGINT) == signal.SIG_DFL:  # see steady/__init__.py
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    for stream in (sys.stdout, sys.stderr):  # a character the terminal lacks is no reason to die
+    for stream in (sys.stdout, sys.stderr):  # replace characters that the terminal lacks
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace", line_buffering=True)
-    sys.argv[1:] = [argument.rstrip("\r") for argument in sys.argv[1:]]  # of a file from Windows
-    if "__file__" not in namespace:  # exec(open("train.py").read()), in a notebook perhaps
+    sys.argv[1:] = [argument.rstrip("\r") for argument in sys.argv[1:]]  # from a Windows file
+    if "__file__" not in namespace:  # exec(open("train.py").read()), e.g. in a notebook
         namespace["__file__"] = script_of(namespace)
         if "ipykernel" in sys.modules:
             sys.argv = [namespace["__file__"]]
     settings = read_settings(base) if base else {}
-    own = read_settings(namespace["__file__"])  # with the values of a cell that was edited
+    own = read_settings(namespace["__file__"])  # a notebook cell may have edited the defaults
     settings |= {
         name: s._replace(default=namespace.get(name, s.default)) for name, s in own.items()
     }
@@ -185,7 +184,7 @@ def configure(
         raise SystemExit(0)
     ignores = read_settings(ignored) if ignored else {}
     config = resolve(settings, sys.argv[1:], ignores, config_files=bool(positional))
-    for name in PATHS:  # of --key=~ a shell makes nothing
+    for name in PATHS:  # shells do not expand --key=~/FOLDER
         if isinstance(config.get(name), str):
             config[name] = os.path.expanduser(config[name])
     check_values(config)
@@ -194,20 +193,20 @@ def configure(
 
 
 def script_of(namespace: dict[str, Any]) -> str:
-    """The script whose settings are all in `namespace`."""
+    """Find the script whose settings are all in `namespace`."""
     found = {script: read_settings(script) for script in Path(__file__).parent.glob("*.py")}
     fitting = [script for script in found if found[script].keys() <= namespace.keys()]
     return str(max(fitting, key=lambda script: len(found[script])))
 
 
 def flags_given() -> set[str]:
-    """What the command line sets, each as `--key`."""
+    """The settings on the command line, each as `--key`."""
     return {argument.partition("=")[0] for argument in sys.argv[1:]}
 
 
 def batch_note(script: str | Path) -> str | None:
-    """A line for a `--batch_size` that alone changes the global batch of config file and defaults,
-    with the accumulation that keeps it; None if it does not."""
+    """A note if `--batch_size` alone changes the global batch size; it names the accumulation steps
+    that keep it. Else None."""
     given = flags_given()
     if "--batch_size" not in given or "--gradient_accumulation_steps" in given:
         return None
@@ -227,15 +226,14 @@ def batch_note(script: str | Path) -> str | None:
 
 
 def architecture_note(asked: dict[str, Any], config: dict[str, Any]) -> str | None:
-    """A line for flags that ask for another model than the run has, since its weights were read and
-    are not new; None if there are none. `asked` are the settings after the command line, `config`
-    those of the run."""
+    """A note about flags that ask for another architecture than that of the loaded weights; None if
+    there are none. `asked` are the settings after the command line, `config` the run's."""
     given = flags_given()
     ignored = [
         f"--{name}={value} (it is {config[name]})"
         for name, value in asked.items()
         if f"--{name}" in given and name not in (*PATHS, "batch_size")
-        if value != config[name] and (value or value is False)  # 0 is no size
+        if value != config[name] and (value or value is False)  # 0: any size
     ]
     return f"note: without effect on this model: {', '.join(ignored)}" if ignored else None
 
@@ -246,12 +244,12 @@ def resolve(
     ignored: dict[str, Setting] | None = None,
     config_files: bool = True,
 ) -> dict[str, Any]:
-    """Settings after the config files and `--key=value` arguments, in the order given."""
+    """Apply the config files and `--key=value` arguments to the defaults, in the order given."""
     config = {name: setting.default for name, setting in settings.items()}
     for argument, following in zip(arguments, [*arguments, "-"][1:], strict=True):
         if not argument.startswith("-"):
             if not config_files:
-                raise UserError(f"{argument!r} is no setting: write --key=value; --help lists all")
+                raise UserError(f"{argument!r} is not a setting: write --key=value (see --help)")
             run_config_file(argument, settings, config, ignored or {})
             continue
         key, equals, text = argument.lstrip("-").partition("=")  # only the first "=" separates
@@ -266,7 +264,7 @@ def resolve(
         elif not equals or not argument.startswith("--"):
             value = text if equals else following if word else settings[key].default
             value = {"0": "False", "1": "True"}.get(value, value) if boolean else value
-            raise UserError(f"{shown(argument)} is no --key=value: write --{key}={value}")
+            raise UserError(f"{shown(argument)} is not --key=value: write --{key}={value}")
         value = parse(text, settings[key].types)
         config[key] = check(settings[key], value, f"--{key}={shown(text, plain=True)}")
     return config
@@ -278,7 +276,7 @@ def run_config_file(
     config: dict[str, Any],
     ignored: dict[str, Setting],
 ) -> None:
-    """Run a Python config file and take over its settings, except for `ignored` ones."""
+    """Run a Python config file and copy its settings, except for `ignored` ones, to `config`."""
     source = source_of(path)
     namespace = {name: setting.default for name, setting in ignored.items()}
     namespace |= config | {"__file__": path}
@@ -287,11 +285,11 @@ def run_config_file(
     before = set(sys.modules)
     try:
         exec(compile(source, path, "exec"), namespace)
-    except (Exception, SystemExit) as error:  # a file that leaves has not set what it should
+    except (Exception, SystemExit) as error:  # exiting is an error too
         raise UserError(f"config file {path} failed: {type(error).__name__}: {error}") from None
     finally:
         sys.path.remove(folder)
-        for name in set(sys.modules) - before:  # another config may have another base
+        for name in set(sys.modules) - before:  # the next config may have another base
             if os.path.dirname(getattr(sys.modules[name], "__file__", None) or "") == folder:
                 del sys.modules[name]
     defined = set()  # imported modules, functions and classes are tools, not settings
@@ -308,36 +306,36 @@ def run_config_file(
         elif not key.startswith("_") and key not in defined and key not in ignored:
             raise UserError(
                 f"unknown setting {key!r} in {path}{nearest(key, settings)} "
-                "(names of your own begin with an underscore)"
+                "(helper variables must begin with an underscore)"
             )
 
 
 @functools.cache  # a pipe can be read only once
 def source_of(path: str) -> str:
-    """The text of a config file."""
+    """Read a config file."""
     try:
         if not re.fullmatch(r"/dev/fd/\d+|/proc/(self|\d+)/fd/\d+", path):  # a shell's <(...)
             require_file(Path(path))
-        return Path(path).read_text(encoding="utf-8-sig")  # Windows may begin it with a mark
+        return Path(path).read_text(encoding="utf-8-sig")  # Windows may add a byte order mark
     except UserError:
         raise
     except OSError as error:
         setting = path.lstrip("\u2010\u2011\u2012\u2013\u2014\u2015\u2212\ufeff")  # other dashes
         hint = "" if "=" not in path else f" (a setting is written --{setting})"
         raise UserError(f"cannot read config file {path!r}: {error.strerror}{hint}") from None
-    except ValueError as error:  # not UTF-8, or a path that cannot be one
+    except ValueError as error:  # not UTF-8, or an invalid path
         raise UserError(f"cannot read config file {path!r} as UTF-8 text: {error}") from None
 
 
 def is_computed(value: str) -> bool:
-    """Whether a setting's `value` may be another when the config files run again, as the name of a
-    folder with the time in it is: they do not hold it as it is."""
+    """Whether config files compute `value`, e.g. a folder name with the time in it, so that it may
+    differ when they run again. True if their text does not contain it."""
     sources = [source_of(argument) for argument in sys.argv[1:] if not argument.startswith("-")]
     return bool(sources) and not any(value in source for source in sources)
 
 
 def parse(text: str, types: tuple[type, ...]) -> Any:
-    """Command-line text as the first of `types` that it can be read as, else the text itself."""
+    """Convert command-line text to the first of `types` that accepts it, else return the text."""
     for kind in types:
         if kind is bool and text.lower() in ("true", "false"):
             return text.lower() == "true"
@@ -352,10 +350,10 @@ def parse(text: str, types: tuple[type, ...]) -> Any:
 
 
 def check(setting: Setting, value: Any, where: str) -> Any:
-    """`value` if it has one of the setting's types; an int is welcome where a float is expected."""
+    """Return `value` if it has one of the setting's types. An int becomes a float if needed."""
     if type(value) in setting.types:
         return value
-    number = isinstance(value, int | float) and not isinstance(value, bool)  # or numpy's float
+    number = isinstance(value, int | float) and not isinstance(value, bool)  # or a numpy float
     if float in setting.types and number and not abs(value) >= 2**1023:
         return float(value)
     expected = " or ".join(kind.__name__ for kind in setting.types)
@@ -366,7 +364,7 @@ def check(setting: Setting, value: Any, where: str) -> Any:
 
 
 def check_values(values: dict[str, Any]) -> None:
-    """Raises UserError for a setting that is out of its range, or none of its choices."""
+    """Raise UserError for a setting that is out of range or not one of its choices."""
     for name, choices in CHOICES.items():
         if values.get(name, choices[0]) not in choices:
             raise UserError(f"unknown {name}={shown(values[name])}: use {', '.join(choices)}")
@@ -374,8 +372,8 @@ def check_values(values: dict[str, Any]) -> None:
         if values.get(name) == "":
             raise UserError(f"{name} is empty: name a folder (. is the current one)")
     if values.get("init_from") == "":
-        raise UserError("init_from is empty: use scratch, resume, or a model's folder or id")
-    begin = values.get("init_from", "scratch")  # may be a folder or id of any name, too
+        raise UserError("init_from is empty: use scratch, resume, or a model's folder or hub ID")
+    begin = values.get("init_from", "scratch")  # or any model folder or hub ID
     likely = difflib.get_close_matches(begin.lower(), ("scratch", "resume"), n=1)
     if likely and begin not in likely and not os.path.exists(begin):
         raise UserError(f"unknown init_from={shown(begin)}, did you mean --init_from={likely[0]}?")
@@ -393,28 +391,28 @@ def check_values(values: dict[str, Any]) -> None:
 
 
 def shown(value: Any, plain: bool = False) -> str:
-    """A value as errors name it: in one line, and not all of it if it is long. `plain`: text
-    without quotes, where it needs none."""
+    """Format a value for error messages: on one line, shortened if long. `plain` leaves the quotes
+    off text that needs none."""
     try:
         text = repr(value)
-    except Exception:  # an integer of thousands of digits, or an object that fails at it
-        return f"a {type(value).__name__} that cannot be shown"
+    except Exception:  # an integer with thousands of digits, or a broken __repr__
+        return f"<unprintable {type(value).__name__}>"
     if plain and text[1:-1] == value:
         text = value
     return text if len(text) <= 120 else f"{text[:100]}... ({len(text)} characters)"
 
 
 def chosen(value: Any) -> str:
-    """`, did you mean --name=value?` for a value that only one setting has among its choices."""
+    """`, did you mean --name=value?` if `value` is a choice of exactly one setting."""
     names = [n for n, choices in CHOICES.items() if isinstance(value, str) and value in choices]
     return f", did you mean --{names[0]}={value}?" if len(names) == 1 else ""
 
 
-# what nanoGPT's users try
+# hints for nanoGPT's settings
 ELSEWHERE = {
     "bias": "this model has no biases: leave it out",
-    "init_from": "the run's folder is --out_dir=FOLDER, and nothing else is needed; finetune a "
-    "pretrained model with train.py first",
+    "init_from": "name the run's folder with --out_dir=FOLDER instead; to use a pretrained model, "
+    "finetune it with train.py first",
 }
 
 
@@ -445,18 +443,18 @@ def describe(settings: dict[str, Setting], script: str, positional: str) -> str:
 
 
 def one_line_errors(kind: type[BaseException], error: BaseException, trace: Any) -> None:
-    """An excepthook: UserErrors and the system's errors about files and disks are one line for the
-    user. Everything else keeps its traceback."""
+    """An excepthook: UserErrors and errors about files and disks are printed as one line. All other
+    errors keep their traceback."""
     if isinstance(error, UserError) or isinstance(error, OSError) and error.errno is not None:
-        rank = os.environ.get("RANK", "0")  # torchrun's, to tell several processes apart
+        rank = os.environ.get("RANK", "0")  # set by torchrun
         prefix = "" if rank == "0" else f"rank {rank}: "
-        if kind is not BrokenPipeError:  # its reader has seen enough
+        if kind is not BrokenPipeError:  # e.g. `| head`
             text = "\\n".join(visible(str(error)).splitlines())
-            text = re.sub(r"(\S{100})\S{400,}(\S{100})", r"\1...\2", text)  # a value, or a path
+            text = re.sub(r"(\S{100})\S{400,}(\S{100})", r"\1...\2", text)  # shorten values, paths
             print(f"{prefix}error: {text}", file=sys.stderr, flush=True)
         try:
             sys.stdout.flush()
-        except OSError:  # Python would try once more, and complain
+        except OSError:  # else Python retries at exit and complains
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     elif kind is KeyboardInterrupt:
         print("interrupted", file=sys.stderr)

@@ -1,11 +1,11 @@
-"""Hugging Face checkpoints of the Llama family, in and out.
+"""Import and export Hugging Face checkpoints of the Llama family.
 
     python train.py config/finetune_shakespeare.py --init_from=FOLDER_OR_HUB_ID
     python convert.py --out_dir=out-stdlib-char --to=exported
 
-The first reads Llama, SmolLM2, Mistral and Qwen3 (config.json and safetensors); what this model
-cannot compute is refused by name. The second writes a folder for transformers' AutoModelForCausalLM
-and AutoTokenizer, and so for vLLM, llama.cpp's converter and the evaluation harness.
+The first command loads Llama, SmolLM2, Mistral and Qwen3 (config.json and safetensors). An error
+names features that this model lacks. The second writes a folder for transformers' AutoTokenizer and
+AutoModelForCausalLM, which vLLM, llama.cpp's converter and the evaluation harness read too.
 """
 
 import steady
@@ -45,7 +45,7 @@ out_dir = "out"  # folder of the checkpoint
 ckpt = ""  # a file in out_dir; default: best.pt if there is one, else ckpt.pt
 # what to write
 to = ""  # folder to write to
-dtype = "auto"  # auto: as the weights once came, else float32; float32, bfloat16, float16
+dtype = "auto"  # float32, bfloat16, float16, or auto: the pretrained model's, else float32
 
 NAMES = {  # theirs: ours
     "model.embed_tokens": "token_embedding",
@@ -61,8 +61,8 @@ WRITER = {"written_by": "steadyGPT"}  # in the metadata of exported weights
 
 
 class Pretrained(NamedTuple):
-    """What is read from a folder: GPTConfig's arguments, weights, tokenizer, and what an export
-    must keep: the files' dtype, and contents of files by name."""
+    """A model read from a folder: GPTConfig's arguments, weights, tokenizer, and the metadata that
+    an export keeps (the weights' dtype, and contents of files by name)."""
 
     model_config: dict[str, Any]
     weights: dict[str, torch.Tensor]
@@ -71,13 +71,13 @@ class Pretrained(NamedTuple):
 
 
 def rename(name: str, names: dict[str, str]) -> str:
-    """A parameter's name with every part that `names` has replaced, as `a.b.0.c`."""
+    """Replace the dot-separated parts of a parameter's name that are in `names`."""
     parts = "|".join(re.escape(part) for part in sorted(names, key=len, reverse=True))
     return re.sub(rf"(?<![^.])({parts})(?![^.])", lambda found: names[found.group()], name)
 
 
 def read_model_config(folder: Path) -> dict[str, Any]:
-    """GPTConfig's arguments from a config.json; raises UserError that names what cannot be."""
+    """Read GPTConfig's arguments from a config.json. UserErrors name unsupported features."""
     theirs = read_json(folder / "config.json")
     if not theirs:
         raise UserError(f"{folder} has no config.json")
@@ -87,15 +87,15 @@ def read_model_config(folder: Path) -> dict[str, Any]:
         return settings
     except UserError as error:
         raise UserError(f"{folder / 'config.json'}: {error}") from None
-    except Exception as error:  # a field is missing, or of another type
+    except Exception as error:  # a field is missing or has the wrong type
         reason = f"{type(error).__name__}: {error}"
         raise UserError(
-            f"{folder / 'config.json'} is not what Llama, Mistral and Qwen3 have ({reason})"
+            f"{folder / 'config.json'} is not that of a Llama, Mistral or Qwen3 ({reason})"
         ) from None
 
 
 def translated(theirs: dict[str, Any]) -> dict[str, Any]:
-    """GPTConfig's arguments for the content of a config.json."""
+    """Translate the content of a config.json to GPTConfig's arguments."""
     kind = theirs.get("model_type")
     rope = theirs.get("rope_parameters") or theirs.get("rope_scaling") or {}
     rope_type = rope.get("rope_type", rope.get("type", "default"))
@@ -116,7 +116,7 @@ def translated(theirs: dict[str, Any]) -> dict[str, Any]:
     }  # fmt: skip
     found = [name for name, present in unsupported.items() if present]
     if found:
-        raise UserError(f"needs what is not supported: {', '.join(found)}; use another model")
+        raise UserError(f"these settings are not supported: {', '.join(found)}; use another model")
     theta = rope.get("rope_theta", theirs.get("rope_theta", 10000.0))
     return {
         "block_size": theirs.get("max_position_embeddings", 2048),
@@ -130,45 +130,45 @@ def translated(theirs: dict[str, Any]) -> dict[str, Any]:
         "rope_theta": float(theta),
         "norm_eps": theirs.get("rms_norm_eps", 1e-6),
         "qk_norm": kind == "qwen3",
-        # left out, it has the default of transformers' configuration class: true for none of these
+        # if missing: transformers' default, which is False for all of these models
         "tied_embeddings": theirs.get("tie_word_embeddings", False),
     }
 
 
 def read_pretrained(source: str) -> Pretrained:
-    """A model of the Llama family from a folder or the hub. Its weights are in the files, and are
-    read when they are used.
+    """Open a model of the Llama family from a folder or the hub. Weights are read from its files
+    only when they are used.
 
     Raises UserError for anything that would make its numbers differ from the original's.
     """
     try:
-        model_config = read_model_config(find_folder(source, ["*.json"]))  # not all at once
+        model_config = read_model_config(find_folder(source, ["*.json"]))  # small files first
     except UserError as error:
         if not source.rpartition("/")[2].startswith("gpt2"):
             raise
         raise UserError(
-            f"{error} (GPT-2 is of another architecture, with biases and learned positions: take "
-            "HuggingFaceTB/SmolLM2-135M, which has its size)"
+            f"{error} (GPT-2 has another architecture, with biases and learned positions: use "
+            "HuggingFaceTB/SmolLM2-135M, which has the same size)"
         ) from None
     folder = find_folder(source, ["*.json", "*.jinja", f"{TEMPLATES}/*", "model*.safetensors"])
     try:
         from safetensors.torch import load_file
     except ImportError:
         raise UserError("pretrained weights need safetensors: pip install safetensors") from None
-    # some have a second copy beside these, such as consolidated.safetensors, with other names
+    # some repositories have a second copy (consolidated.safetensors) with other weight names
     files = sorted(folder.glob("model*.safetensors")) or sorted(folder.glob("*.safetensors"))
     if not files:
         hint = ""
         if any([*folder.glob("*.bin"), *folder.glob("*.pth")]):
             hint = (
-                ", but another kind of weights: make one with python -c 'from transformers import "
+                ", only other formats: convert the model with python -c 'from transformers import "
                 f'AutoModelForCausalLM as A; A.from_pretrained("{source}").save_pretrained('
-                '"NEW_FOLDER")\', and copy its other files there'
+                '"NEW_FOLDER")\', and copy the other files there'
             )
-        raise UserError(f"{folder} holds no *.safetensors file{hint}")
+        raise UserError(f"{folder} has no *.safetensors file{hint}")
     listed = read_json(folder / "model.safetensors.index.json").get("weight_map", {})
     if not isinstance(listed, dict) or not all(isinstance(v, str) for v in listed.values()):
-        raise UserError(f"{folder / 'model.safetensors.index.json'} has no weight_map of names")
+        raise UserError(f"{folder / 'model.safetensors.index.json'} has no valid weight_map")
     if missing := sorted(set(listed.values()) - {file.name for file in files}):
         raise UserError(f"{folder} lacks {', '.join(missing[:5])}: download the model again")
     tensors = {}
@@ -181,7 +181,7 @@ def read_pretrained(source: str) -> Pretrained:
     for name, tensor in tensors.items():
         if not tensor.is_floating_point():
             kind = str(tensor.dtype).removeprefix("torch.")
-            raise UserError(f"{folder}: {name} ({kind}) has no floating-point numbers")
+            raise UserError(f"{folder}: {name} ({kind}) is not floating point")
     weights = {
         rename(name, NAMES): tensor
         for name, tensor in tensors.items()
@@ -189,9 +189,9 @@ def read_pretrained(source: str) -> Pretrained:
     }
     if model_config["tied_embeddings"] and "token_embedding.weight" in weights:
         weights["lm_head.weight"] = weights["token_embedding.weight"]
-    if model_config["n_layer"] > len(tensors):  # building so many takes minutes
+    if model_config["n_layer"] > len(tensors):  # building them all takes minutes
         raise UserError(
-            f"{folder}: its config.json has {model_config['n_layer']} layers, but there are "
+            f"{folder}: its config.json has {model_config['n_layer']} layers, but there are only "
             f"{len(tensors)} weights"
         )
     with torch.device("meta"):
@@ -215,21 +215,21 @@ def read_pretrained(source: str) -> Pretrained:
 
 
 def read_run(source: Path) -> Pretrained:
-    """The weights of a run of train.py's, from its folder or a checkpoint in it."""
+    """Read the weights of a train.py run from its folder or from a checkpoint in it."""
     path = source if source.is_file() else checkpoint.find(source)
     saved = checkpoint.load(path)
     model_config = checkpoint.architecture(saved, GPTConfig, path).settings()
     came_with = saved["pretrained"] or {"dtype": "float32"}
     if os.environ.get("RANK", "0") == "0":
-        print(f"note: the weights of {path} and a new optimizer; to go on with that run, use "
+        print(f"note: starting from {path} with a new optimizer; to resume that run, use "
               f"--out_dir={path.parent} --init_from=resume")  # fmt: skip
     return Pretrained(model_config, saved["model"], saved["tokenizer"], came_with)
 
 
 def start_from(source: str, data: DataSet, block_size: int, dropout: float) -> Start:
-    """How a run begins that finetunes the model from `source` on `data`.
+    """Prepare the start of a run that finetunes the model from `source` on `data`.
 
-    Raises UserError unless the model can be trained on such data.
+    Raises UserError if the model cannot be trained on this data.
     """
     run = Path(source)
     is_run = run.is_file() or (run / "ckpt.pt").is_file() and not (run / "config.json").is_file()
@@ -237,7 +237,7 @@ def start_from(source: str, data: DataSet, block_size: int, dropout: float) -> S
     longest = pretrained.model_config["block_size"]
     if block_size > longest:
         raise UserError(
-            f"block_size={block_size} is more than {source} was made for: use "
+            f"block_size={block_size} is longer than {source}'s context: use "
             f"--block_size={longest} or less"
         )
     if pretrained.tokenizer and not same_tokenizer(data.tokenizer, pretrained.tokenizer):
@@ -247,14 +247,14 @@ def start_from(source: str, data: DataSet, block_size: int, dropout: float) -> S
             f"python data/text/prepare.py --input=FILES --tokenizer={kind}:{source} --out=data/NAME"
         )
     if not pretrained.tokenizer and os.environ.get("RANK", "0") == "0":
-        print(f"note: {source} has no tokenizer.json: whether {data.folder.name} was made with its "
-              "tokenizer is not known")  # fmt: skip
+        print(f"note: {source} has no tokenizer.json: cannot check that {data.folder.name} was "
+              "made with its tokenizer")  # fmt: skip
     model_config = pretrained.model_config | {"block_size": block_size, "dropout": dropout}
     return Start(model_config, pretrained.weights, pretrained.came_with, source=Path(source))
 
 
 def holds_another_model(folder: Path) -> bool:
-    """Whether `folder` has a model or a tokenizer that is not an earlier export."""
+    """Whether `folder` has a model or tokenizer other than an earlier export."""
     from safetensors import SafetensorError, safe_open
 
     ours = ("config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json",
@@ -269,8 +269,8 @@ def holds_another_model(folder: Path) -> bool:
 
 
 def write_pretrained(saved: dict[str, Any], folder: Path, dtype: torch.dtype) -> None:
-    """Write a checkpoint's model and tokenizer as transformers reads them: as a Llama, or with
-    QK-norm as a Qwen3."""
+    """Write a checkpoint's model and tokenizer for transformers, as a Llama or (with QK-norm) as a
+    Qwen3."""
     try:
         import tokenizers  # noqa: F401 (needed below)
         from safetensors.torch import save_file
@@ -284,7 +284,7 @@ def write_pretrained(saved: dict[str, Any], folder: Path, dtype: torch.dtype) ->
     came_with = saved.get("pretrained") or {}
     before = came_with.get("config", {})
     ids = {"bos_token_id": tokenizer.end_of_text} | before
-    stops = tokenizer.stop_tokens  # what ends a sample here ends it there
+    stops = tokenizer.stop_tokens  # exported samples end at the same tokens
     ids["eos_token_id"] = stops if len(stops) > 1 else stops[0] if stops else None
     if tokenizer.begin_of_text is not None:
         ids["bos_token_id"] = tokenizer.begin_of_text
@@ -300,7 +300,7 @@ def write_pretrained(saved: dict[str, Any], folder: Path, dtype: torch.dtype) ->
         "num_key_value_heads": ours.n_kv_head,
         "head_dim": ours.head_dim,
         "hidden_act": "silu",
-        "max_position_embeddings": longest,  # a finetune on shorter texts forgets nothing
+        "max_position_embeddings": longest,  # finetuning with a shorter context keeps it
         "rms_norm_eps": ours.norm_eps,
         "rope_theta": ours.rope_theta,  # read by transformers 4, llama.cpp and vLLM
         "rope_parameters": {"rope_type": "default", "rope_theta": ours.rope_theta},
@@ -312,7 +312,7 @@ def write_pretrained(saved: dict[str, Any], folder: Path, dtype: torch.dtype) ->
     generation = {"bos_token_id": ids["bos_token_id"]} | came_with.get("generation_config", {})
     generation["eos_token_id"] = ids["eos_token_id"]
     if folder.exists() and not folder.is_dir():
-        raise UserError(f"--to={folder} is no folder: name one")
+        raise UserError(f"--to={folder} is not a folder: name one")
     if holds_another_model(folder):
         raise UserError(
             f"--to={folder} holds another model or tokenizer: name another folder, or delete it"
@@ -323,22 +323,22 @@ def write_pretrained(saved: dict[str, Any], folder: Path, dtype: torch.dtype) ->
         for name, tensor in saved["model"].items()
         if not (ours.tied_embeddings and name == "lm_head.weight")
     }
-    # safetensors writes to a name, and has its own error for a full disk
+    # safetensors needs a file name, and raises its own error if the disk is full
     part = folder / f"model.{secrets.token_hex(4)}.tmp"
     before = set(folder.iterdir())
     try:
         try:
             save_file(weights, part, metadata={"format": "pt"} | WRITER)
         except Exception as error:
-            raise UserError(f"{folder} is not complete: {error}") from None
+            raise UserError(f"cannot write the weights to {folder}: {error}") from None
         for name, content in (("config", theirs), ("generation_config", generation)):
             with whole_file(folder / f"{name}.json") as file:
                 file.write(json.dumps(content, indent=2).encode() + b"\n")
         write_hf_tokenizer(saved["tokenizer"], folder, came_with)
-        shutil.copymode(folder / "config.json", part)  # or it is ours alone
+        shutil.copymode(folder / "config.json", part)  # else only we may read it
         part.replace(folder / "model.safetensors")
     except BaseException:
-        for path in {*folder.glob("*.*")} - before:  # they would stand in the way of a second try
+        for path in {*folder.glob("*.*")} - before:  # or they would block the next try
             path.unlink()
         raise
 
@@ -347,11 +347,11 @@ if __name__ == "__main__":
     configure(globals(), positional="")
 
     if not to:
-        raise UserError("where to? pass --to=FOLDER")
+        raise UserError("no folder to write to: pass --to=FOLDER")
     try:
         to.encode()
     except UnicodeEncodeError:
-        raise UserError(f"--to={to!r} is not UTF-8, as safetensors wants paths to be") from None
+        raise UserError(f"--to={to!r} is not UTF-8, which safetensors requires") from None
     if Path(to).resolve() == Path(out_dir).resolve():
         raise UserError(f"--to={to} is the run's own folder: name another")
     path = checkpoint.find(Path(out_dir), ckpt)
@@ -366,4 +366,4 @@ if __name__ == "__main__":
     if dtype == "auto":
         dtype = (saved.get("pretrained") or {}).get("dtype", "float32")
     write_pretrained(saved, Path(to), choose_dtype(dtype, torch.device("cpu")))
-    print(f"{to}: {path} in {dtype}, for transformers' AutoModelForCausalLM.from_pretrained")
+    print(f"wrote {to}: {path} in {dtype}, for transformers' AutoModelForCausalLM.from_pretrained")

@@ -1,8 +1,8 @@
 """A GPT in one file: RMSNorm, rotary embeddings (RoPE), grouped-query attention (GQA), SwiGLU.
 
-A pre-norm decoder without biases, in the layout of Hugging Face's Llama, so that weights convert
-without permutation. It is plain torch: change any line. Only the loss comes from elsewhere
-(steady/loss.py): it never holds the logits of a whole batch. Sampling is in steady/generate.py.
+A pre-norm decoder without biases. Its layout is that of Hugging Face's Llama, so weights convert
+without permutation. It is plain torch: change any line. Only the loss lives elsewhere:
+steady/loss.py never holds the logits of a whole batch. Sampling is in steady/generate.py.
 
 Shapes: B batch, T tokens, C n_embd, H n_head, K n_kv_head, D head_dim, V vocab_size.
 """
@@ -21,16 +21,16 @@ from steady.loss import LinearCrossEntropy, compute_dtype
 
 @dataclass
 class GPTConfig:
-    """Everything that defines the architecture. Raises UserError for values that do not fit."""
+    """Everything that defines the architecture. Raises UserError for invalid values."""
 
-    block_size: int = 1024  # the longest context
+    block_size: int = 1024  # maximum context length
     vocab_size: int = 50304  # GPT-2's 50257 rounded up to a multiple of 64
     n_layer: int = 12
     n_head: int = 12
-    n_kv_head: int = 0  # key/value heads; 0: as many as n_head
+    n_kv_head: int = 0  # key/value heads; 0: n_head
     n_embd: int = 768
-    n_hidden: int = 0  # width of the MLP; 0: 8/3 n_embd, rounded up to a multiple of 64
-    head_dim: int = 0  # width of a head; 0: n_embd / n_head (some pretrained models differ)
+    n_hidden: int = 0  # MLP width; 0: 8/3 n_embd, rounded up to a multiple of 64
+    head_dim: int = 0  # head width; 0: n_embd / n_head (some pretrained models differ)
     dropout: float = 0.0
     rope_theta: float = 10000.0
     norm_eps: float = 1e-5
@@ -81,17 +81,17 @@ class GPTConfig:
 
     @classmethod
     def from_settings(cls, settings: dict[str, Any], vocab_size: int) -> "GPTConfig":
-        """The architecture that a script's settings describe, with the vocabulary of its data."""
+        """Build the config from a script's settings and the vocabulary size of its data."""
         names = {field.name for field in fields(cls)} & settings.keys()
         return cls(**{name: settings[name] for name in names} | {"vocab_size": vocab_size})
 
     def settings(self) -> dict[str, Any]:
-        """All fields as plain values, for checkpoints: `GPTConfig(**settings)`."""
+        """All fields as plain values for checkpoints; GPTConfig(**settings) restores them."""
         return asdict(self)
 
 
 class RMSNorm(nn.Module):
-    """x / rms(x) * weight, computed in float32, returned in x's dtype (Zhang, Sennrich 2019)."""
+    """x / rms(x) * weight in float32, returned in x's dtype (Zhang and Sennrich 2019)."""
 
     def __init__(self, size: int, eps: float):
         super().__init__()
@@ -103,15 +103,15 @@ class RMSNorm(nn.Module):
         nn.init.ones_(self.weight)
 
     def forward(self, x: Tensor) -> Tensor:
-        # the fused kernel computes in float32, but only takes x and weight of the same dtype
+        # the fused kernel computes in float32 but needs x and weight in the same dtype
         values = x if x.dtype == self.weight.dtype else x.float()
         return F.rms_norm(values, self.weight.shape, self.weight, self.eps).type_as(x)
 
 
 def rope_tables(positions: Tensor, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
-    """Factors for `apply_rope` at `positions` (T,): two tables (T, 1, D) in float32.
+    """Cosines and sines for `apply_rope` at `positions` (T,): two float32 tables (T, 1, D).
 
-    For the D / 2 angles a of a position they hold (cos a, cos a) and (-sin a, sin a).
+    A position has D / 2 angles a. Its rows are (cos a, cos a) and (-sin a, sin a).
     """
     pairs = torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float32)
     angles = positions[:, None, None].float() * theta ** (-pairs / head_dim)  # (T, 1, D / 2)
@@ -120,10 +120,10 @@ def rope_tables(positions: Tensor, head_dim: int, theta: float) -> tuple[Tensor,
 
 
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the pairs (i, i + D / 2) of x (B, T, heads, D) by their position's angles.
+    """Rotate the pairs (i, i + D / 2) of x (B, T, heads, D) by the angles of their position.
 
-    Computed in float32 and cast back, because float32 queries would switch off attention's fast
-    kernels (Su et al. 2021, "RoFormer").
+    Computed in float32, then cast back: float32 queries would disable the fast attention kernels
+    (Su et al. 2021, "RoFormer").
     """
     first, second = x.chunk(2, dim=-1)
     swapped = torch.cat((second, first), dim=-1)
@@ -131,7 +131,7 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class Attention(nn.Module):
-    """Causal self-attention whose query heads share n_kv_head key/value heads (Ainslie 2023)."""
+    """Causal self-attention where groups of query heads share a key/value head (Ainslie 2023)."""
 
     def __init__(self, config: GPTConfig):
         super().__init__()
@@ -157,7 +157,7 @@ class Attention(nn.Module):
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = apply_rope(q, *rope), apply_rope(k, *rope)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, H or K, T, D)
-        if cache is not None:  # sampling: attend to the earlier tokens too
+        if cache is not None:  # sampling: also attend to the cached tokens
             y = cache.attend(q, k, v)  # (B, H, T, D)
         else:
             y = F.scaled_dot_product_attention(
@@ -197,7 +197,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Build it under `with torch.device(...)`: the weights are drawn on that device."""
+    """The whole model. Build it inside `with torch.device(...)` to initialise it on that device."""
 
     def __init__(self, config: GPTConfig):
         super().__init__()
@@ -208,22 +208,22 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layer))
         self.final_norm = RMSNorm(config.n_embd, config.norm_eps)
         self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
-        self.cross_entropy = LinearCrossEntropy()  # F.cross_entropy of lm_head's logits
+        self.cross_entropy = LinearCrossEntropy()  # same as F.cross_entropy(logits, targets)
         if config.tied_embeddings:
             self.lm_head.weight = self.token_embedding.weight
         for name in ("rope_cos", "rope_sin"):
             self.register_buffer(name, torch.empty(0), persistent=False)
         self.compute_rope_tables()
-        # the layers drew values of their own: a seed's weights must not depend on how many
+        # rewind the RNG: the layers' own init must not affect the weights drawn below
         torch.set_rng_state(random_state)
-        self.draws: dict[str, tuple[float, int]] = {}  # by matrix: standard deviation and seed
+        self.draws: dict[str, tuple[float, int]] = {}  # matrix name: (std, seed)
         self.init_weights()
 
     def init_weights(self) -> None:
-        """Draw the matrices of linear layers and embeddings: normal, with GPT-2's standard
-        deviation of 0.02, and a smaller one for layers named o_proj and down_proj, which add to the
-        residual stream. Biases, parameters of other kinds, and matrices that were set after their
-        layer had been made keep their values."""
+        """Initialise linear layers and embeddings from a normal distribution. Its std is 0.02 as in
+        GPT-2, and smaller for layers named o_proj and down_proj, which add to the residual stream.
+        Biases, other parameters, and weights that you set in a module's __init__ keep their values.
+        """
         into_residual = 0.02 / math.sqrt(2 * self.config.n_layer)
         for name, layer in self.named_modules():
             if not isinstance(layer, nn.Linear | nn.Embedding):
@@ -231,50 +231,50 @@ class GPT(nn.Module):
             reset = type(layer).reset_parameters
             if reset not in (nn.Linear.reset_parameters, nn.Embedding.reset_parameters):
                 continue
-            if layer.weight._version != 1:  # written more often than by its layer, which drew it
+            if layer.weight._version != 1:  # changed since the layer's own init: keep it
                 continue
             std = into_residual if name.endswith(("o_proj", "down_proj")) else 0.02
-            # a generator for each matrix, so that they do not depend on each other's sizes
+            # one generator per matrix: its values must not depend on the sizes of the others
             seed = int(torch.randint(2**63 - 1, (), device="cpu"))
             self.draws[f"{name}.weight"] = std, seed
             self.draw(f"{name}.weight")
 
     def draw(self, name: str) -> None:
-        """Draw one matrix; on the meta device (fsdp's) only note that it is drawn later."""
+        """Initialise one matrix. Does nothing on the meta device; fsdp calls it again later."""
         weight, (std, seed) = self.get_parameter(name), self.draws[name]
         generator = None if weight.is_meta else torch.Generator(weight.device).manual_seed(seed)
         nn.init.normal_(weight, std=std, generator=generator)
 
     def compute_rope_tables(self) -> None:
-        """The tables for every position. Computed in the forward pass, they would be recomputed in
-        every layer's fused kernels, which makes those four times slower."""
+        """Precompute the tables for every position. Computing them in the forward pass would fuse
+        this into every layer's kernels and make those four times slower."""
         config = self.config
         positions = torch.arange(config.block_size, device=self.token_embedding.weight.device)
         self.rope_cos, self.rope_sin = rope_tables(positions, config.head_dim, config.rope_theta)
 
     def _apply(self, function, recurse=True):
-        """`.to()` and `.cuda()` call this. Compute the tables again: bfloat16 would round them."""
+        """`.to()` and `.cuda()` call this. Recompute the tables, which bfloat16 would round."""
         super()._apply(function, recurse)
         self.compute_rope_tables()
         return self
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None, cache: Any = None) -> Tensor:
-        """The loss if `targets` are given, else logits.
+        """Return the loss if `targets` are given, else the logits.
 
         Args:
             tokens: (B, T) int64, T at most block_size.
-            targets: (B, T) int64; negative ones (-1, -100) do not count.
-            cache: a KVCache (steady/generate.py) with the tokens before these; it takes these too.
+            targets: (B, T) int64; negative ones (-1, -100) are ignored.
+            cache: a KVCache (steady/generate.py) of the earlier tokens; these are added to it.
 
-        Returns the mean loss (scalar, float32), or logits (B, T, V); with a cache only the last
-        position's, (B, 1, V).
+        Returns the mean loss (scalar, float32) or the logits (B, T, V). With a cache it returns
+        only the last position's logits (B, 1, V).
         """
         T = tokens.shape[1]
         positions = slice(T) if cache is None else cache.advance(T)
         rope = self.rope_cos[positions], self.rope_sin[positions]  # (T, 1, D) each
         x = self.token_embedding(tokens)  # (B, T, C)
         if compute_dtype(x) == torch.bfloat16:
-            x = x.bfloat16()  # the residual stream too: half the memory traffic between matmuls
+            x = x.bfloat16()  # bfloat16 residual stream: halves memory traffic between matmuls
         x = self.dropout(x)
         for i, block in enumerate(self.blocks):
             x = block(x, rope, None if cache is None else cache.layer(i))  # (B, T, C)
@@ -285,13 +285,13 @@ class GPT(nn.Module):
         return self.lm_head(x if cache is None else x[:, -1:])
 
     def num_params(self) -> int:
-        """Number of parameters. A tied embedding counts once."""
+        """Number of parameters; a tied embedding counts once."""
         return sum(p.numel() for p in self.parameters())
 
     def flops_per_token(self) -> int:
         """FLOPs of a training step per token: 6 N + 12 L H D T (PaLM's appendix B).
 
-        As usual it leaves out embedding look-ups and takes attention as if it were not causal.
+        By convention, embedding lookups do not count and attention counts as if it were not causal.
         """
         config = self.config
         n = self.num_params()

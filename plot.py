@@ -1,12 +1,12 @@
-"""Draw loss, learning rate and throughput of one or several runs into a picture.
+"""Plot the loss, learning rate and throughput of one or more runs.
 
 python plot.py out-stdlib-char
 python plot.py out-* --x=time --png=comparison.png
 python plot.py out-gpt2 out-bpe --y=bpb
 python plot.py dev/runs/time_to_loss.jsonl --x=time
 
-A run is a folder with metrics.jsonl, or a line of what dev/peers.py writes, which knows of
-evaluations only.
+A run is a folder with metrics.jsonl, or a line in a file from dev/peers.py, which only has
+evaluations.
 """
 
 import steady
@@ -25,12 +25,12 @@ from steady import UserError
 from steady.folder import whole_file
 from steady.runlog import read_json_lines, read_metrics, training_clock
 
-# the picture
+# the plot
 png = "runs.png"  # file to write
-x = "iter"  # the horizontal axis: iter, tokens or time (of training steps alone)
-y = "loss"  # the vertical axis: loss, or bpb (bits per byte of validation text)
-reference = 0.0  # a loss to compare with, such as that of token frequencies; 0: none
-smooth = 0.05  # share of a run over which the training loss is averaged; 0: not at all
+x = "iter"  # horizontal axis: iter, tokens, or time (training steps only)
+y = "loss"  # vertical axis: loss, or bpb (bits per byte of validation text)
+reference = 0.0  # draw a line at this loss, such as that of token frequencies; 0: none
+smooth = 0.05  # average the training loss over this fraction of a run; 0: no smoothing
 
 paths = [argument for argument in sys.argv[1:] if not argument.startswith("-")]
 sys.argv = [sys.argv[0], *(argument for argument in sys.argv[1:] if argument.startswith("-"))]
@@ -38,19 +38,19 @@ configure(globals(), positional="OUT_DIR")
 png += "" if Path(png).suffix else ".png"
 
 if not paths:
-    raise UserError("which runs? python plot.py OUT_DIR [OUT_DIR ...]")
+    raise UserError("no runs given: use python plot.py OUT_DIR [OUT_DIR ...]")
 try:
     os.environ["MPLBACKEND"] = "Agg"
     import matplotlib
 
-    matplotlib.rcParams["text.parse_math"] = False  # a run's name may hold a dollar
+    matplotlib.rcParams["text.parse_math"] = False  # a run's name may contain a dollar sign
     from matplotlib import pyplot
 except ImportError:
     raise UserError("plotting needs matplotlib: pip install matplotlib") from None
 
 
 def read_runs(path: Path) -> list[dict[str, Any]]:
-    """The runs at `path`: a name, the log lines of steps, evaluations, and the x of iterations."""
+    """Read the runs at `path`: name, log lines of steps, evaluations, and x by iteration."""
     file = path / "metrics.jsonl" if not path.is_file() else path
     entries = read_json_lines(file)
     if entries and all("curve" in entry for entry in entries):
@@ -59,7 +59,7 @@ def read_runs(path: Path) -> list[dict[str, Any]]:
             isinstance(point, dict) and are_numbers(point, "iter", "val_loss", "seconds", "tokens")
             for point in curve) for curve in curves)  # fmt: skip
         if not whole or not all({"recipe", "kind"} <= e.keys() for e in entries):
-            raise UserError(f"{file} holds no curves of bench.py's")
+            raise UserError(f"{file} has no valid curves from dev/peers.py")
         return [
             {"name": f"{e['recipe']}", "steps": [], "evaluations": e["curve"],
              "x": {point["iter"]: point["seconds" if x == "time" else x] for point in e["curve"]},
@@ -79,7 +79,7 @@ def read_runs(path: Path) -> list[dict[str, Any]]:
 
 
 def shortest_names(paths: list[Path]) -> dict[Path, str]:
-    """For every path as many of its last parts as tell it apart from the others."""
+    """Map each path to its shortest suffix that differs from those of the other paths."""
     folders = {p: (p if p.is_dir() else p.parent if p.is_file() else p).resolve() for p in paths}
     names = {}
     for path, folder in folders.items():
@@ -92,12 +92,12 @@ def shortest_names(paths: list[Path]) -> dict[Path, str]:
 
 
 def are_numbers(entry: dict[str, Any], *names: str) -> bool:
-    """Whether `entry` has all of `names` as numbers: what was not finite is null."""
+    """Whether `entry` has a number for all of `names`. (Values that are not finite are null.)"""
     return all(type(v := entry.get(name)) in (int, float) and abs(v) < 1e15 for name in names)
 
 
 def moving_average(values: list[float], width: int) -> list[float]:
-    """The mean of each value and its neighbours, `width` in all; fewer at the steep beginning."""
+    """The mean of each value and its neighbours, `width` in all; fewer near the steep start."""
     sums = [0.0, *itertools.accumulate(values)]
     means = []
     for i in range(len(values)):
@@ -108,7 +108,7 @@ def moving_average(values: list[float], width: int) -> list[float]:
 
 
 def unit(largest: float) -> tuple[float, str]:
-    """What to divide positions on the horizontal axis by, and its label."""
+    """The unit of the horizontal axis (a divisor) and its label."""
     if x == "iter":
         return 1, "iteration"
     if x == "tokens":
@@ -126,7 +126,7 @@ names = shortest_names([Path(path) for path in paths])
 runs = [run for path in names for run in read_runs(path)]
 if not runs:
     raise UserError("nothing to draw: name folders of runs (train.py writes metrics.jsonl there)")
-logs = any(run["steps"] for run in runs)  # learning rates and speeds are in log lines only
+logs = any(run["steps"] for run in runs)  # only log lines have learning rates and speeds
 ratios = (3, 1, 1) if logs else (1,)
 figure, axes = pyplot.subplots(
     len(ratios), 1, figsize=(8, 8 if logs else 5), sharex=True, height_ratios=ratios,
@@ -137,20 +137,20 @@ losses = axes[0]
 scale, label = unit(max(run["x"][e["iter"]] for run in runs
                         for e in run["steps"] + run["evaluations"]))  # fmt: skip
 PALETTE = [*range(0, 20, 2), *range(1, 20, 2)]  # tab20's ten strong colours, then its pale ones
-colors: dict[str, Any] = {}  # runs of one name, several seeds perhaps, look alike
+colors: dict[str, Any] = {}  # runs with the same name (several seeds) share one
 tops = []
 for run in runs:
     name, steps = run["name"], run["steps"]
     if name.startswith("_"):
-        name = f"\u200b{name}"  # matplotlib's legends leave out what begins with an underscore
+        name = f"\u200b{name}"  # matplotlib's legends skip labels that begin with an underscore
     first = name not in colors
     color = colors.setdefault(name, pyplot.get_cmap("tab20")(PALETTE[len(colors) % 20]))
     at = [run["x"][e["iter"]] / scale for e in steps]
-    # of a few lines only few, or their end would lag behind
+    # short runs: average over less, or the end of the curve lags behind
     width = max(min(5, len(steps) // 5), round(smooth * len(steps))) if smooth else 1
     loss = moving_average([e["loss"] for e in steps], width)
-    # An untrained model's evaluation is no news. A line from there would cut across the curves, and
-    # what matters be squeezed into the bottom of the picture.
+    # Skip the untrained model's evaluation: a line from there would cut across the curves and
+    # squeeze the interesting part into the bottom of the plot.
     evaluations = [e for e in run["evaluations"] if e["iter"] > 0] or run["evaluations"]
     both = bool(steps and evaluations and y == "loss")
     if steps and y == "loss":
@@ -184,7 +184,7 @@ losses.set_ylabel(titles[y])
 handles, labels = losses.get_legend_handles_labels()
 if len(labels) <= 8:
     losses.legend(frameon=False)
-else:  # beside the curves, which it would hide
+else:  # too long: put it beside the curves
     kept = [i for i, label in enumerate(labels) if not label.endswith(": training")] or range(999)
     figure.set_figwidth(11)
     figure.legend(
@@ -203,12 +203,12 @@ figure.align_ylabels(axes)
 for panel in axes:
     panel.grid(alpha=0.3)
     panel.spines[["top", "right"]].set_visible(False)
-WRITER = "plot.py of steadyGPT"  # in pictures: others are not replaced
+WRITER = "plot.py of steadyGPT"  # in the metadata: only our own plots are overwritten
 if Path(png).is_file() and WRITER.encode() not in Path(png).read_bytes():
-    raise UserError(f"{png} is there and no picture of plot.py's: move it, or use another --png")
+    raise UserError(f"{png} exists and was not made by plot.py: move it, or use another --png")
 try:
     kind = Path(png).suffix[1:]
-    with whole_file(Path(png)) as file:  # a full disk leaves an earlier picture as it was
+    with whole_file(Path(png)) as file:  # if the disk is full, the old plot stays
         written = {"Creator" if kind != "png" else "Software": WRITER}
         figure.savefig(file, dpi=150, format=kind, metadata=written)
 except ValueError as error:

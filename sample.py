@@ -3,8 +3,8 @@
     python sample.py --out_dir=out-stdlib-char --start="def " --num_samples=3
     python sample.py config/train_shakespeare_char.py
 
-A config file of a training run says where its checkpoint is; of the rest only `seed`, `device` and
-`dtype` count here.
+The config file of a training run says where its checkpoint is. Of its other settings only `seed`,
+`device` and `dtype` have an effect.
 """
 
 import steady
@@ -31,13 +31,13 @@ out_dir = "out"  # folder of the checkpoint
 ckpt = ""  # a file in out_dir; default: best.pt if there is one, else ckpt.pt
 # what to sample
 start = "\n"  # the prompt, or FILE:path to read it from
-num_samples = 10  # samples, decoded together
-max_new_tokens = 500  # tokens in each sample
-temperature = 0.8  # 1: the model's own probabilities, lower: safer choices, 0: the likeliest
-top_k = 200  # only the k likeliest tokens; 0: all
-top_p = 1.0  # only the likeliest tokens that together have this probability; 1: all
-stop_at_end = True  # end a sample at the model's end-of-text token; False: go on
-seed = 1337  # of the draws
+num_samples = 10  # samples to draw, as one batch
+max_new_tokens = 500  # new tokens per sample
+temperature = 0.8  # 1: the model's probabilities; lower: less random; 0: always the likeliest
+top_k = 200  # sample from the k likeliest tokens; 0: from all
+top_p = 1.0  # sample from the likeliest tokens with this total probability; 1: from all
+stop_at_end = True  # stop a sample at an end-of-text token; False: continue
+seed = 1337  # for drawing the samples
 # system
 device = "auto"  # auto, cpu, cuda, cuda:N, mps
 dtype = "auto"  # auto, float32, bfloat16, float16
@@ -60,15 +60,15 @@ if start.startswith("FILE:"):
         start = Path(start.removeprefix("FILE:")).read_bytes().decode("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"cannot read --start={start}: {error}") from None
-if any("\ud800" <= character <= "\udfff" for character in start):  # from a shell, say
+if any("\ud800" <= character <= "\udfff" for character in start):  # invalid bytes from the shell
     raise UserError(f"--start={start!r} is not UTF-8")
 try:
     prompt = encode_prompt(tokenizer, start)
 except UserError as error:
     raise UserError(f"--start: {error}") from None
 if len(prompt) > model.config.block_size:
-    print(f"note: the model sees the last {model.config.block_size} of the prompt's {len(prompt)} "
-          "tokens only", file=sys.stderr)  # fmt: skip
+    print(f"note: the model only sees the last {model.config.block_size} of the prompt's "
+          f"{len(prompt)} tokens", file=sys.stderr)  # fmt: skip
 require_room(model.config, num_samples, len(prompt), max_new_tokens, dtype, device)
 tokens = torch.tensor([prompt] * num_samples, device=device)
 generator = torch.Generator(device=device).manual_seed(seed)
@@ -76,20 +76,20 @@ generator = torch.Generator(device=device).manual_seed(seed)
 ends = torch.tensor(tokenizer.stop_tokens if stop_at_end else [], dtype=torch.long, device=device)
 ended = torch.zeros(num_samples, dtype=torch.bool, device=device)
 printed, ids = start, []
-show = visible if sys.stdout.isatty() else str  # a terminal would obey control characters
-prompt_length = len(tokenizer.decode(prompt))  # in characters; of `start` it may differ
+show = visible if sys.stdout.isatty() else str  # escape control characters on a terminal
+prompt_length = len(tokenizer.decode(prompt))  # in characters; may differ from len(start)
 
 
 def text_of(ids: list[int]) -> str:
-    """The prompt and the new tokens `ids`, up to the end of the text."""
+    """The text of the prompt and the new tokens `ids`, up to the first stop token."""
     stops = set(ends.tolist())
     ids = list(takewhile(lambda id: id not in stops, ids))
-    # together, since some tokenizers drop a space where a text begins
+    # decode both together: some tokenizers drop a space at the start of a text
     return start + tokenizer.decode(prompt + ids)[prompt_length:]
 
 
 def stream(new: torch.Tensor) -> bool:
-    """Print what a single sample's new token adds, characters of several tokens when complete.
+    """If there is one sample, print its new text, but wait for incomplete characters.
 
     new: (num_samples,). Returns whether all samples have ended.
     """

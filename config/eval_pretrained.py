@@ -1,10 +1,10 @@
-r"""Evaluate a pretrained model as a baseline: its loss on a data set made with its own tokenizer.
+r"""Evaluate a pretrained model as a baseline, on a data set made with its own tokenizer.
 
     python data/text/prepare.py --input=FILES --tokenizer=hf:HuggingFaceTB/SmolLM2-135M \
         --out=data/smollm2
     python train.py config/eval_pretrained.py
 
-For another model, make its data set and pass --init_from=Qwen/Qwen3-0.6B-Base --dataset=NAME.
+For another model, prepare its data set and pass --init_from=Qwen/Qwen3-0.6B-Base --dataset=NAME.
 """
 
 out_dir = "out-eval-pretrained"

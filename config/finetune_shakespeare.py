@@ -5,9 +5,9 @@ r"""Finetune SmolLM2 (135M) on tiny Shakespeare: a few minutes on one GPU.
     python train.py config/finetune_shakespeare.py
     python sample.py --out_dir=out-finetune-shakespeare --start="ROMEO:"
 
-Others of the Llama family work too (docs/pretrained.md): --init_from=FOLDER_OR_HUB_ID, with a data
-set made with the model's tokenizer. It overfits soon; best.pt has the weights of the lowest
-validation loss.
+Other models of the Llama family work too (docs/pretrained.md): pass --init_from=FOLDER_OR_HUB_ID
+and a data set made with the model's tokenizer. It overfits quickly; best.pt has the weights with
+the lowest validation loss.
 """
 
 out_dir = "out-finetune-shakespeare"
@@ -19,7 +19,7 @@ eval_interval = 5
 eval_iters = 40
 always_save_checkpoint = False  # best.pt is enough
 
-batch_size = 4  # 4 x 8 x 1024 tokens per iteration, 9 iterations are an epoch
+batch_size = 4  # 4 x 8 x 1024 tokens per iteration, 9 iterations per epoch
 gradient_accumulation_steps = 8
 block_size = 1024
 max_iters = 40

@@ -5,14 +5,14 @@
     python train.py config/train_openwebtext.py --batch_size=4 --gradient_accumulation_steps=120
     python sample.py
 
-Like nanoGPT it writes to out/, where sample.py looks. The learning rate stays constant for the
-first 60% of the run and then falls to zero. A larger max_iters makes the run longer;
-docs/choosing.md says how to go on from before the decay.
+Like nanoGPT, it writes to out/, where sample.py looks by default. The learning rate stays constant
+for the first 60% of the run and then falls to zero. Increase max_iters for a longer run;
+docs/choosing.md explains how to resume from before the decay.
 
-The hour is computed from the speed: no run of this length has been made yet. 100 iterations as a
-run of their own (other text, --batch_size=32 --gradient_accumulation_steps=15) reached a validation
-loss of 2.65 at this rate and 2.81 at 6e-3. The batch is nanoGPT's, in micro-batches that fit on
-every card. docs/choosing.md says where to start with another batch or another size.
+The hour is an estimate from the throughput: no run of this length has been made yet. A separate
+run of 100 iterations (other text, --batch_size=32 --gradient_accumulation_steps=15) reached a
+validation loss of 2.65 at this learning rate and 2.81 at 6e-3. The global batch is nanoGPT's, in
+micro-batches that fit on every card. docs/choosing.md has starting points for other sizes.
 """
 
 wandb_run_name = "gpt2-124M-muon"

@@ -1,4 +1,4 @@
-"""Where tiny Shakespeare comes from; its two data sets differ in their tokenizer only."""
+"""Download tiny Shakespeare. Its two data sets differ only in their tokenizer."""
 
 import hashlib
 import urllib.error
@@ -12,7 +12,7 @@ SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
 
 
 def tiny_shakespeare(local: str = "") -> str:
-    """The text (1.1 million characters), downloaded and verified, or read from `local` if given."""
+    """Read the text (1.1 million characters) from `local`, or download and verify it."""
     if local:
         try:
             return Path(local).read_text(encoding="utf-8")
@@ -24,7 +24,7 @@ def tiny_shakespeare(local: str = "") -> str:
     except (urllib.error.URLError, OSError) as error:
         raise UserError(
             f"cannot download {URL} ({getattr(error, 'reason', error)}); "
-            "get the file some other way and pass --input=FILE"
+            "download it some other way and pass --input=FILE"
         ) from None
     found = hashlib.sha256(content).hexdigest()
     if found != SHA256:

@@ -142,7 +142,7 @@ def test_config_file_may_import_and_compute_with_private_names(settings, tmp_pat
         ("steps = ", "SyntaxError"),
         ("steps = 1 / 0", "ZeroDivisionError"),
         ("import sys; sys.exit(0)", r"c\.py failed: SystemExit: 0"),
-        ("steps = 10**5000; rate = 10**5000", r"rate = a int that cannot be shown in .*c\.py"),
+        ("steps = 10**5000; rate = 10**5000", r"rate = <unprintable int> in .*c\.py"),
     ],
 )
 def test_broken_config_file_is_one_line(settings, tmp_path, content, expected):
@@ -336,7 +336,7 @@ def test_help_says_how_the_script_is_called(run, script):
     flags = [re.fullmatch(r"  --\w+=.*?  +(\S.*)", line) for line in lines if line[:4] == "  --"]
     assert all(flags) and len({found.start(1) for found in flags}) == 1
     if not takes:
-        with pytest.raises(ValueError, match="'notes.txt' is no setting: write --key=value"):
+        with pytest.raises(ValueError, match="'notes.txt' is not a setting: write --key=value"):
             run(script, "notes.txt")
 
 

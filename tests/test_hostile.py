@@ -291,7 +291,7 @@ def test_f83_pictures_of_others_stay(run, tmp_path, kind):
     for _ in range(2):  # over its own
         run("plot.py", str(tmp_path), f"--png={picture}")
     picture.write_bytes(b"my thesis")
-    with pytest.raises(ValueError, match="is there and no picture of plot.py's"):
+    with pytest.raises(ValueError, match="exists and was not made by plot.py"):
         run("plot.py", str(tmp_path), f"--png={picture}")
     assert picture.read_bytes() == b"my thesis"
 
@@ -308,7 +308,7 @@ def test_metrics_of_others_are_drawn_or_named(run, tmp_path):
         {"curve": [{"iter": 1}]},
     ):
         (tmp_path / "metrics.jsonl").write_text(json.dumps(entry))
-        with pytest.raises(ValueError, match="holds no curves of bench.py's"):
+        with pytest.raises(ValueError, match="has no valid curves from dev/peers.py"):
             run("plot.py", str(tmp_path))
 
 
@@ -492,7 +492,7 @@ def test_f83_checkpoints_that_a_user_put_aside_stay(run, sums, tmp_path):
 @pytest.mark.parametrize(
     ("script", "flag", "hint"),
     [("train.py", "--bias=False", "this model has no biases: leave it out"),
-     ("sample.py", "--init_from=resume", "the run's folder is --out_dir=FOLDER, and nothing")],
+     ("sample.py", "--init_from=resume", "name the run's folder with --out_dir=FOLDER")],
 )  # fmt: skip
 def test_nanogpts_flags_get_a_hint(run, script, flag, hint):
     with pytest.raises(ValueError, match=hint):

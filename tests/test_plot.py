@@ -71,7 +71,7 @@ def test_lines_of_another_kind_are_left_out(run, tmp_path):
 
 def test_bad_input_is_one_line(run, tmp_path):
     pytest.importorskip("matplotlib")
-    with pytest.raises(ValueError, match="which runs"):
+    with pytest.raises(ValueError, match="no runs given"):
         run("plot.py")
     with pytest.raises(ValueError, match="nothing to draw: name folders"):
         run("plot.py", tmp_path)

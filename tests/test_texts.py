@@ -654,7 +654,7 @@ def test_f68_other_kinds_of_tokenizers_and_weights_say_how_to_convert(tmp_path):
         load_tokenizer(f"hf:{tmp_path}")
     folder = qwen(tmp_path / "model")
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
-    with pytest.raises(ValueError, match=r"no \*.safetensors file, but another.*save_pretrained"):
+    with pytest.raises(ValueError, match=r"no \*.safetensors file, only other.*save_pretrained"):
         convert.read_pretrained(str(folder))
 
 

@@ -1,11 +1,11 @@
-"""ClimbMix, shuffled: web pages that were chosen and mixed for how much small models learn of them.
+"""ClimbMix, shuffled: web pages, filtered and mixed so that small models learn much from them.
 
     python data/climbmix/prepare.py --num_proc=8
     python data/climbmix/prepare.py --max_tokens=10000000000
     python train.py config/train_openwebtext.py --dataset=climbmix
 
-400 billion tokens in all; the first billion (2 GB, and as much again while it is written) if
---max_tokens does not say otherwise. Only as many files are read from the hub as that takes.
+It has 400 billion tokens. By default the first billion are prepared (2 GB on disk, twice that while
+writing); --max_tokens changes that. Only the files needed for that are downloaded.
 """
 
 import sys
@@ -20,10 +20,10 @@ from steady.prepare import prepare_hub_dataset
 
 # data set
 path = "karpathy/climbmix-400b-shuffle"  # repository on the hub, or a local copy of it
-name = ""  # its configuration
-val_fraction = 0.0005  # share of the documents held out for validation
+name = ""  # configuration (subset) of the data set
+val_fraction = 0.0005  # fraction of the documents held out for validation
 streaming = True  # read over the network without keeping a copy of the text
-max_tokens = 1_000_000_000  # of the training set: the first so many; 0: all
+max_tokens = 1_000_000_000  # take this many from the start for training; 0: all
 
 if __name__ == "__main__":
     prepare_hub_dataset(globals())

@@ -1,8 +1,8 @@
-"""FineWeb-Edu, educational web pages, the sample of 10 billion tokens.
+"""FineWeb-Edu: educational web pages, the 10-billion-token sample.
 
     python data/fineweb_edu/prepare.py --num_proc=8
 
-About 20 GB as tokens (and as much again while it is written), 27 GB to download.
+27 GB to download and about 20 GB of tokens on disk (twice that while writing).
 """
 
 import sys
@@ -17,8 +17,8 @@ from steady.prepare import prepare_hub_dataset
 
 # data set
 path = "HuggingFaceFW/fineweb-edu"  # repository on the hub, or a local copy of it
-name = "sample-10BT"  # its configuration
-val_fraction = 0.0005  # share of the documents held out for validation
+name = "sample-10BT"  # configuration (subset) of the data set
+val_fraction = 0.0005  # fraction of the documents held out for validation
 
 if __name__ == "__main__":
     prepare_hub_dataset(globals())

@@ -2,8 +2,8 @@
 
     python data/openwebtext/prepare.py --num_proc=8
 
-8 million documents, about 9 billion tokens, 17 GB (and as much again while it is written). As in
-nanoGPT 0.05% of the documents are held out.
+8 million documents, about 9 billion tokens, 17 GB on disk (twice that while writing). 0.05% of the
+documents are held out, as in nanoGPT.
 """
 
 import sys
@@ -18,8 +18,8 @@ from steady.prepare import prepare_hub_dataset
 
 # data set
 path = "Skylion007/openwebtext"  # repository on the hub, or a local copy of it
-name = ""  # its configuration
-val_fraction = 0.0005  # share of the documents held out for validation
+name = ""  # configuration (subset) of the data set
+val_fraction = 0.0005  # fraction of the documents held out for validation
 
 if __name__ == "__main__":
     prepare_hub_dataset(globals())

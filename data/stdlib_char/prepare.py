@@ -2,8 +2,8 @@
 
     python data/stdlib_char/prepare.py
 
-Takes the top-level modules that are pure ASCII (about 160 files, 5 million characters, a little
-different from one Python version to the next); every tenth is held out for validation.
+It takes the top-level modules that are pure ASCII: about 160 files with 5 million characters,
+depending on the Python version. Every tenth file is held out for validation.
 """
 
 import sys
@@ -30,7 +30,7 @@ for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py")):
     if content.isascii():
         sources.append(content.decode("ascii").replace("\r\n", "\n"))
 if not sources:
-    raise UserError("this Python came without the sources of its standard library")
+    raise UserError("this Python has no sources of its standard library")
 
 splits = {
     "train": ["".join(source for i, source in enumerate(sources) if i % 10 != 9)],

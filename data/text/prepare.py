@@ -5,13 +5,13 @@
     python data/text/prepare.py --input=code.jsonl.gz --out=data/code --tokenizer=bpe:8192
     python train.py config/train_shakespeare_char_cpu.py --dataset=notes --out_dir=out-notes
 
-Every text file is a document, and its last tenth is held out for validation. Of .jsonl, .ndjson,
-.json, .csv, .tsv and .parquet files every row's `text` is a document, and every tenth is held out.
-What ends in .gz or .zst is unpacked. Documents end with the tokenizer's end-of-text token (byte:
-256; char: the last id, but none where a single text file is all there is). Line ends stay as they
-are, CR LF too, with every tokenizer. Files of any size are prepared in little memory; an
-interrupted run, repeated, goes on where it was. In a glob `**` follows no links to folders, and no
-file is read twice.
+Each text file is a document, and its last tenth is held out for validation. In .jsonl, .ndjson,
+.json, .csv, .tsv and .parquet files, the `text` of each row is a document, and every tenth row is
+held out. Files ending in .gz or .zst are unpacked. Each document ends with the tokenizer's
+end-of-text token (byte: 256; char: the last id, or none for a single text file). Line endings,
+including CR LF, are kept. Files of any size need little memory. If a run is interrupted, run the
+same command again to continue. `**` in a glob does not follow links to folders, and each file is
+read only once.
 """
 
 import os
@@ -28,13 +28,13 @@ from steady import UserError
 from steady.prepare import FILES, prepare_from_files
 from steady.textfiles import files_matching
 
-input = ""  # a file or a glob, or several with commas between
-tokenizer = "gpt2"  # gpt2, char, byte, bpe:SIZE (new), hf:PATH_OR_HUB_ID, run:FOLDER
-special_tokens = False  # read special tokens that texts spell as tokens: for chat data
-val_fraction = 0.1  # share held out for validation
-column = "text"  # the name of the text in a row
-skip_bad_rows = False  # leave out rows without text, and say which; False: stop at the first
-num_proc = 1  # processes that tokenize
+input = ""  # a file or glob, or several separated by commas
+tokenizer = "gpt2"  # gpt2, char, byte, bpe:SIZE (trained here), hf:PATH_OR_HUB_ID, run:FOLDER
+special_tokens = False  # encode special tokens that are spelled out in the text (for chat data)
+val_fraction = 0.1  # fraction held out for validation
+column = "text"  # name of the column with the text
+skip_bad_rows = False  # skip and report rows without text; False: stop at the first
+num_proc = 1  # number of tokenizer processes
 out = ""  # folder to write to; default: data/text
 
 configure(globals(), positional="")
@@ -43,13 +43,13 @@ if not input:
     raise UserError("no input: pass --input=FILE, or a glob such as --input='notes/**/*.md'")
 folder = Path(out or Path(__file__).parent)
 written = {(folder / name).resolve() for name in FILES}
-paths: dict[Path, Path] = {}  # as given, by where they really are
+paths: dict[Path, Path] = {}  # resolved path: path as given
 for name in input.split(","):
     pattern = os.path.expanduser(name.strip())
     if not pattern:
         raise UserError(f"--input={input} has an empty name between its commas, or at an end")
     found = [(path.resolve(), path) for path in files_matching(pattern)]
-    # what an earlier run has made of the text is no text
+    # skip the output of an earlier run
     found = [(place, path) for place, path in found if place not in written]
     if not found:
         hint = f": name its files, such as --input='{pattern}/**/*.txt'"
