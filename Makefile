@@ -1,7 +1,7 @@
 # make demo: train a small model on Python's standard library and print samples from it
 # make test: lint and the CPU test suite
-# make faults: kill, stop and mislead it at random for some minutes (before releases)
-# All set up .venv the first time. PYTHON=python3.12 make ... picks another interpreter (>= 3.10).
+# make faults: a few minutes of random kills, signals and bad inputs (run before a release)
+# Each sets up .venv the first time. PYTHON=python3.12 make ... picks another interpreter (>= 3.10).
 
 PYTHON ?= python3
 VENV := .venv/bin

@@ -1,13 +1,13 @@
-"""Make the text that docs/results.md measures learning on: the same bytes on every machine.
+"""Build the corpus for the loss curves in docs/results.md: the same bytes on every machine.
 
     python dev/corpus.py
     python dev/peers.py --data=data/manuals
 
-It is documentation and sources of the packages in dev/corpus.txt, pinned there by file and
-checksum, from Python's package index: 0.8 GB to download. Nothing is installed, and no code of
-theirs runs. Validation is on packages that are not trained on. A paragraph that occurred before is
-left out, and so is a line from its third time on, since generated documentation repeats itself. The
-texts keep their own licences: publish this recipe, not what it makes.
+It downloads (0.8 GB) the packages listed in dev/corpus.txt, pinned by file and checksum, from
+Python's package index, and extracts their documentation and sources. It installs nothing and runs
+none of their code. The validation split comes from separate packages. Generated documentation
+repeats itself, so a repeated paragraph is dropped, and so is a line from its third occurrence on.
+The texts keep their own licences: publish this recipe, not its output.
 """
 
 import fnmatch
@@ -48,17 +48,17 @@ from steady.folder import whole_file
 from steady.prepare import require_ours, write_dataset
 from steady.tokenizer import load_tokenizer
 
-out = ""  # folder of the data set; default: data/manuals
-cache = ""  # folder that keeps the packages; default: packages in the data set's folder
+out = ""  # folder for the data set; default: data/manuals
+cache = ""  # folder for the downloaded packages; default: packages in the data set's folder
 listed = ""  # file that lists the packages; default: dev/corpus.txt
 tokenizer = "gpt2"  # gpt2, byte, hf:PATH_OR_HUB_ID
 
-CRC32 = {"train": 1349654367, "val": 2403437595}  # of the files that come of dev/corpus.txt
+CRC32 = {"train": 1349654367, "val": 2403437595}  # of train.bin and val.bin from dev/corpus.txt
 INDEX_TYPE = "application/vnd.pypi.simple.v1+json"  # PEP 691
-KINDS = ("text", "docstrings", "skip")  # and json:KEY,KEY
-REPEATS = 2  # of a line
-LONG = 40  # characters of a line or paragraph that is looked at for repeats
-SKIPPED = re.compile(  # tests, translations, copies of other packages, lists of files
+KINDS = ("text", "docstrings", "skip")  # or json:KEY,KEY
+REPEATS = 2  # copies of a line to keep
+LONG = 40  # shorter lines and paragraphs may repeat, in characters
+SKIPPED = re.compile(  # tests, translations, vendored packages, file lists
     r"(^|/)(tests?|testing|test_?data|locales?|translations|_?vendor(ed)?|node_modules)/"
     r"|\.(dist|egg)-info/|/(requirements[^/]*|SOURCES|CMakeLists)\.txt$",
     re.IGNORECASE,
@@ -69,7 +69,7 @@ TAG = re.compile(r"<[^<>]{1,400}>")
 
 
 class Package(NamedTuple):
-    """A line of the list: what is taken of a file, by PATTERN=KIND, the first that fits."""
+    """A line of the list. The first PATTERN=KIND that matches a file decides how it is read."""
 
     split: str
     name: str
@@ -79,7 +79,7 @@ class Package(NamedTuple):
 
 
 def packages() -> list[Package]:
-    """Raises UserError for a line that is wrong."""
+    """The packages in the list; raises UserError for a malformed line."""
     found = []
     for line in packages_file.read_text(encoding="utf-8").splitlines():
         if line and not line.startswith("#"):
@@ -93,7 +93,7 @@ def packages() -> list[Package]:
 
 
 def download(package: Package) -> None:
-    """Get the package's file into the cache, if it is not there with the right checksum."""
+    """Download the package's file unless the cache has it with the right checksum."""
     path = cache_folder / package.file
     if path.exists() and hashlib.sha256(path.read_bytes()).hexdigest() == package.sha256:
         return
@@ -109,7 +109,7 @@ def download(package: Package) -> None:
     except UserError:
         raise
     except (OSError, HTTPException, ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{package.file} cannot be had from the package index: {error}") from None
+        raise UserError(f"cannot download {package.file} from the package index: {error}") from None
     if hashlib.sha256(content).hexdigest() != package.sha256:
         raise UserError(f"{package.file} does not have the checksum in {packages_file}")
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -118,7 +118,7 @@ def download(package: Package) -> None:
 
 
 def package_index() -> tuple[str, OpenerDirector]:
-    """Where pip looks for packages on this machine, and what opens its pages."""
+    """The index URL that pip uses on this machine, and an opener that logs in to it."""
     pip = [sys.executable, "-m", "pip", "config", "get", "global.index-url"]
     url = (
         os.environ.get("PIP_INDEX_URL")
@@ -138,7 +138,7 @@ def package_index() -> tuple[str, OpenerDirector]:
 
 
 def members(path: Path) -> Iterator[tuple[str, bytes]]:
-    """Names and contents of the files in an archive, in the order of the names."""
+    """Names and contents of the files in an archive, sorted by name."""
     if path.suffix == ".whl":
         with zipfile.ZipFile(path) as archive:
             for name in sorted(archive.namelist()):
@@ -150,7 +150,7 @@ def members(path: Path) -> Iterator[tuple[str, bytes]]:
 
 
 def text_of(content: str, kind: str) -> str:
-    """What is taken of a file: all of it, its docstrings, or the strings of some keys in JSON."""
+    """The text to keep: the whole file, its docstrings, or the strings under some JSON keys."""
     if kind == "text":
         return content
     if kind == "docstrings":
@@ -174,13 +174,13 @@ def strings(value: Any, keys: list[str]) -> Iterator[str]:
 
 
 def plain(markup: str) -> str:
-    """Without tags and entities of HTML, a line for each of its lines."""
+    """Strip HTML tags, decode entities, and drop blank lines."""
     lines = html.unescape(TAG.sub("\n", markup)).split("\n")
     return "\n".join(filter(None, (" ".join(line.split()) for line in lines)))
 
 
 def without_repeats(text: str, lines: Counter[bytes], paragraphs: Counter[bytes]) -> str:
-    """`text` without what has occurred before; counts what it has."""
+    """`text` without the lines and paragraphs that were seen before; updates the counts."""
     kept = []
     for paragraph in re.split(r"\n[ \t]*\n", text):
         new = [line.rstrip() for line in paragraph.split("\n") if often(line, lines) <= REPEATS]
@@ -190,7 +190,7 @@ def without_repeats(text: str, lines: Counter[bytes], paragraphs: Counter[bytes]
 
 
 def often(text: str, seen: Counter[bytes]) -> int:
-    """How often `text`, without regard to its spaces, has occurred; short ones count once."""
+    """How many times `text` has been seen, ignoring whitespace; always 1 for short texts."""
     words = " ".join(text.split())
     if len(words) < LONG:
         return 1
@@ -200,13 +200,13 @@ def often(text: str, seen: Counter[bytes]) -> int:
 
 
 def with_tabs(line: str) -> str:
-    """GPT-2's tokenizer makes a token of every space in an indentation."""
+    """Indent with tabs: GPT-2's tokenizer spends a token on every space of an indentation."""
     spaces = len(line) - len(line.lstrip(" "))
     return "\t" * (spaces // 4) + line[spaces - spaces % 4 :]
 
 
 def documents(split: str) -> Iterator[str]:
-    """The texts of a split's packages, one for each file."""
+    """The texts of a split's packages, one per file."""
     for package in (p for p in packages() if p.split == split):
         for name, content in members(cache_folder / package.file):
             kind = next((k for p, k in package.kinds.items() if fnmatch.fnmatchcase(name, p)), None)
@@ -237,4 +237,4 @@ for package in tqdm(wanted, "downloading", unit="package"):
 write_dataset(folder, chosen, {split: documents(split) for split in ("train", "val")})
 found = json.loads((folder / "meta.json").read_text(encoding="utf-8"))["crc32"]
 if not listed and tokenizer == "gpt2" and found != CRC32:
-    raise UserError(f"{folder} is not what docs/results.md was measured on: {found}, not {CRC32}")
+    raise UserError(f"{folder} differs from the corpus in docs/results.md: {found}, not {CRC32}")

@@ -2,10 +2,10 @@
 
     python dev/cpu_step.py
 
-Both have the size and batch of `config/train_shakespeare_char_cpu.py` and train with AdamW, ours in
-the dtype that train.py chooses, uncompiled and compiled; the plain one is in float32 and has
-LayerNorm, learned positions, one product for queries, keys and values, GELU, and the AdamW that
-nanoGPT uses on a CPU. Rounds of every variant alternate; the figures are medians.
+Both use the size and batch of `config/train_shakespeare_char_cpu.py` and train with AdamW. Ours is
+in the dtype that train.py chooses, eager and compiled. The plain model is in float32 and has
+LayerNorm, learned positions, one matmul for queries, keys and values, GELU, and the AdamW that
+nanoGPT uses on a CPU. The variants take turns, and the figures are medians.
 """
 
 import contextlib
@@ -100,8 +100,8 @@ CPU = torch.device("cpu")
 
 
 def set_up(dtype: torch.dtype | None) -> bool:
-    """As train.py does for that dtype, or for None as torch is at first; returns whether oneDNN
-    multiplies float32."""
+    """Set up torch as train.py does for `dtype`, or reset it to its defaults for None. Returns
+    whether oneDNN runs the float32 matmuls."""
     torch.set_float32_matmul_precision("highest")
     torch.backends.cuda.enable_flash_sdp(True)
     return dtype is not None and hardware.use_onednn(CPU, dtype, WIDTH, BLOCK)
@@ -118,7 +118,7 @@ with_compiler = compiling.plan(True, "default", CPU)
 compiling.compile_model(compiled, with_compiler)
 fused = [build_optimizer(model, config) for model in (ours, plain, compiled)]
 chosen = hardware.choose_dtype("auto", CPU, WIDTH)
-variants = {  # and what each is set up for
+variants = {  # name: arguments of set_up() and step()
     "plain": (None, plain, own_adamw, False),
     "plain, fused AdamW": (None, plain, fused[1], False),
     "ours": (chosen, ours, fused[0], True, hardware.autocast(CPU, chosen)),

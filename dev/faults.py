@@ -1,23 +1,22 @@
-"""Kill, stop and mislead the scripts at random, and see that nothing is lost.
+"""Hit the scripts with random kills, signals and bad inputs, and check that nothing is lost.
 
     make faults
     python dev/faults.py --kills=200 --stops=100 --fuzz=3000 --preparations=50
 
-kills: SIGKILL at a random moment, also to a process under one torchrun or two; what is there is
-resumed, again and again, until the run is through. Its losses and weights must be bit for bit those
-of a run that was left alone.
-stops: the same with SIGINT, SIGTERM and SIGHUP, alone, in a pipe to tee that dies of the same
-signal, under nohup, and under torchrun. Such a run must end with status 0 and have saved.
-fuzz: wrong command lines, config files, environment variables, checkpoints, metadata, token files,
-texts and tokenizers, and folders with links in them. Each must be refused in one line that names
-its culprit, or run through as it was asked to; never a traceback, a signal, more than a minute, a
-control character on the terminal, or a change of a file elsewhere.
-preparations: a preparation in two processes, killed at a random moment, the parent alone or all of
-them. The next one's files must be those of one that was left alone.
+kills: send SIGKILL at a random moment, also to a process under one torchrun or two, and resume the
+run until it is complete. Its losses and weights must be bit for bit those of an uninterrupted run.
+stops: the same with SIGINT, SIGTERM and SIGHUP: directly, piped to a tee that gets the signal too,
+under nohup, and under torchrun. A stopped run must save and exit with status 0.
+fuzz: bad command lines, config files, environment variables, checkpoints, metadata, token files,
+texts and tokenizers, and folders with links in them. The script must either do as asked or print a
+one-line error that names the culprit. It must never print a traceback or a control character, die
+of a signal, take more than a minute, or change a file elsewhere.
+preparations: kill a prepare script with two workers at a random moment, its parent process alone or
+all of them. The next one must write the same files as an uninterrupted one.
 
-Prints tried and failed per kind, and the command of each failure; exits with 1 if there is any.
-Ctrl-C ends it earlier, with the counts so far.
-Kills and stops count where they met a run that was still going.
+Prints the tries and failures per kind and the command of each failure; exits with 1 if there is
+any. Ctrl-C ends it early and prints the counts so far.
+A kill or stop counts only if the run was still going.
 """
 
 import contextlib
@@ -57,13 +56,13 @@ from steady.prepare import split_text, write_dataset
 from steady.runlog import read_metrics
 from steady.tokenizer import CharTokenizer, train_bpe
 
-# how often
+# how much to try
 kills = 24  # runs killed by SIGKILL
 stops = 12  # runs stopped by a signal
-fuzz = 240  # wrong inputs
+fuzz = 240  # bad inputs
 preparations = 4  # preparations killed
-seed = 1  # of what is tried
-limit_seconds = 60  # that a wrong input may take
+seed = 1  # seed of the random choices
+limit_seconds = 60  # time limit for a bad input
 keep = False  # keep the folder of every failure
 
 configure(globals(), positional="")
@@ -79,7 +78,7 @@ STOPS = ("stop", "stop in a pipe to tee", "stop under nohup", "stop under torchr
 draw = random.Random(seed)
 tried, failed = Counter(), Counter()
 
-# Most of a short run's time is the import of torch and the like: processes that have it are forked.
+# Imports take most of a short run's time, so fork this process instead of starting a fresh one.
 context = multiprocessing.get_context("fork")
 torch.set_num_threads(1)
 
@@ -87,7 +86,7 @@ torch.set_num_threads(1)
 def start(
     command: list[str], folder: Path, way: str = "", variables: dict[str, str] | None = None
 ) -> multiprocessing.process.BaseProcess:
-    """`command` in `folder`, with its output in `folder`/log, as the leader of a session."""
+    """Run `command` in `folder` as a session leader, with its output in `folder`/log."""
     process = context.Process(target=in_child, args=(command, folder, way, variables or {}))
     process.start()
     while process.is_alive() and os.getpgid(process.pid) != process.pid:
@@ -96,7 +95,7 @@ def start(
 
 
 def in_child(command: list[str], folder: Path, way: str, variables: dict[str, str]) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # as it is before configure(), see steady
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # as before configure(), see steady
     if "nohup" in way:
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
     os.environ.update(variables)
@@ -109,7 +108,7 @@ def in_child(command: list[str], folder: Path, way: str, variables: dict[str, st
         tee = subprocess.Popen(["tee", "copy"], stdin=subprocess.PIPE)
         for stream in (1, 2):
             os.dup2(tee.stdin.fileno(), stream)
-    sys.stdout = sys.__stdout__ = open(1, "w")  # the parent's may be of another kind
+    sys.stdout = sys.__stdout__ = open(1, "w")  # the parent's may not be files
     sys.stderr = sys.__stderr__ = open(2, "w")
     sys.argv, sys.path[0] = command[1:], str(ROOT)
     try:
@@ -124,7 +123,7 @@ def in_child(command: list[str], folder: Path, way: str, variables: dict[str, st
 
 
 def start_torchrun(command: list[str], folder: Path, kind: str = "") -> subprocess.Popen:
-    """The same, in two processes of one torchrun or of two, as on two machines."""
+    """Run it in two processes: of one torchrun, or of two, as on two machines."""
     torchrun = [command[0], "-m", "torch.distributed.run"]
     if "two torchruns" in kind:
         with socket.socket() as found:
@@ -141,7 +140,7 @@ def start_torchrun(command: list[str], folder: Path, kind: str = "") -> subproce
 
 
 def workers(parent: int) -> list[int]:
-    """The processes that a process has started, and those that these have."""
+    """All descendants of a process."""
     started = []
     for file in Path(f"/proc/{parent}/task").glob("*/children"):
         with contextlib.suppress(OSError):  # it has just ended
@@ -163,7 +162,7 @@ def train_command(data: Path, out: Path, *more: str) -> list[str]:
 
 
 def same(a: object, b: object) -> bool:
-    """Whether two checkpoints hold bit for bit the same."""
+    """Whether two checkpoints are bit for bit identical."""
     if isinstance(a, torch.Tensor):
         return torch.equal(a, b)
     if isinstance(a, dict):
@@ -176,23 +175,23 @@ def losses(out: Path) -> list[float]:
 
 
 def difference(out: Path, whole: Path, may_lack: bool) -> str:
-    """How a run that was interrupted has ended otherwise than the one that was left alone.
+    """How the result of an interrupted run differs from that of an uninterrupted one; "" if not.
 
-    may_lack: where one of several processes is killed, another may save a step whose line the first
-    one did not live to write.
+    may_lack: metrics may lack lines: if rank 0 is killed, another process may still save a step
+    that rank 0 did not get to log.
     """
     ours, theirs = (checkpoint.load(path / "ckpt.pt") for path in (out, whole))
     found, expected = ({e["iter"]: e["loss"] for e in read_metrics(path / "metrics.jsonl")
                         if "loss" in e} for path in (out, whole))  # fmt: skip
     if found.items() - expected.items() or len(found) < len(expected) and not may_lack:
-        return "another loss curve"
+        return "a different loss curve"
     if not same(ours["model"], theirs["model"]):
         return "other weights"
     return "" if same(ours["optimizer"]["state"], theirs["optimizer"]["state"]) else "other moments"
 
 
 def interrupt(kind: str, data: Path, whole: Path, seconds: float, most: int) -> None:
-    """Start, interrupt and resume a run until it is through, interrupting at most so often."""
+    """Start, interrupt and resume a run until it is complete, with at most `most` interruptions."""
     folder = Path(tempfile.mkdtemp(prefix="faults-"))
     out, log, torchrun = folder / "out", folder / "log", "torchrun" in kind
     signum = draw.choice((signal.SIGINT, signal.SIGTERM, signal.SIGHUP))
@@ -205,7 +204,7 @@ def interrupt(kind: str, data: Path, whole: Path, seconds: float, most: int) -> 
         if torchrun:
             process = start_torchrun(command, folder, kind)
             ended = lambda: process.poll() is not None  # noqa: B023, E731
-            # the time to import torch and to meet is not worth a signal
+            # do not interrupt imports and the rendezvous
             while not ended() and len(losses(out)) <= before:
                 time.sleep(0.02)
         else:
@@ -224,8 +223,8 @@ def interrupt(kind: str, data: Path, whole: Path, seconds: float, most: int) -> 
             if started:
                 os.kill(draw.choice(started), signal.SIGKILL)
             else:
-                os.killpg(process.pid, signum)  # also to tee, as a terminal does
-        # a torchrun whose other one was killed waits for it for minutes: end it as a scheduler does
+                os.killpg(process.pid, signum)  # tee gets it too, as from a terminal
+        # a torchrun waits minutes for its killed peer: kill it, as a scheduler would
         patience = 5 if interrupted and "two torchruns" in kind else 60
         end = time.monotonic() + patience
         while not ended() and time.monotonic() < end:
@@ -233,7 +232,7 @@ def interrupt(kind: str, data: Path, whole: Path, seconds: float, most: int) -> 
         if not ended():
             os.killpg(process.pid, signal.SIGKILL)
             if patience == 60:
-                return fail(kind, command, f"still there a minute after {signum.name}", folder)
+                return fail(kind, command, f"still running a minute after {signum.name}", folder)
             process.wait()
         status = process.returncode if torchrun else process.exitcode
         text = log.read_text(errors="replace") if log.exists() else ""
@@ -241,7 +240,7 @@ def interrupt(kind: str, data: Path, whole: Path, seconds: float, most: int) -> 
             return fail(kind, command, f"status {status}: {text}", folder)
         if "stop" in kind and not torchrun and training and status:
             return fail(kind, command, f"status {status} at {signum.name}", folder)
-        if "Traceback" in text and not torchrun:  # torchrun itself ends in one
+        if "Traceback" in text and not torchrun:  # torchrun itself prints one
             return fail(kind, command, f"a traceback after {signum.name}", folder)
         if not (out / "ckpt.pt").exists():
             if was_there or training and "stop" in kind:
@@ -253,13 +252,13 @@ def interrupt(kind: str, data: Path, whole: Path, seconds: float, most: int) -> 
             return fail(kind, command, str(error), folder)
         if "stop" in kind and training and reached != len(losses(out)):
             return fail(kind, command, f"saved {reached} of {len(losses(out))}", folder)
-    tried["runs compared with one left alone"] += 1
+    tried["compared with an uninterrupted run"] += 1
     if found := difference(out, whole, may_lack=torchrun and "kill" in kind):
         fail(kind, command, found, folder)
     shutil.rmtree(folder)
 
 
-# ---- wrong inputs ------------------------------------------------------------------------------
+# ---- bad inputs --------------------------------------------------------------------------------
 
 VALUES = ["", "0", "-1", "1", "3", "nan", "inf", "-inf", "1e308", "1e-308", "x", "None", "True",
           "auto", "none", "block", "a b", "ü", "\n", "\udcff", "/dev/null", "/proc/1/mem", "[]",
@@ -282,7 +281,7 @@ VARIABLES = {
     "TMPDIR": ["/nowhere"],
     "COLUMNS": ["x", "0"],
 }
-AT_ITS_START = {  # read when Python or torch start
+AT_ITS_START = {  # only read when Python or torch starts
     "CXX": ["/bin/false", "g++ -O2", "nowhere"],
     "TORCHINDUCTOR_CACHE_DIR": ["/dev/null/x", ""],
     "TORCHDYNAMO_DISABLE": ["1", "x"],
@@ -294,7 +293,7 @@ AT_ITS_START = {  # read when Python or torch start
 WRONG = ("command line", "config file", "environment", "checkpoint", "metadata", "token file",
          "hostile checkpoint", "tokenizer", "text", "links")  # fmt: skip
 ESCAPE = "\x1b]0;owned\x07"
-TENSORS = {  # what becomes of a weight
+TENSORS = {  # ways to change a weight
     "meta": lambda w: w.to("meta"), "sparse": lambda w: w.to_sparse(), "bool": lambda w: w.bool(),
     "complex": lambda w: w.cfloat(), "int": lambda w: w.int(), "list": lambda w: w.tolist(),
     "nan": lambda w: w * torch.nan, "half": lambda w: w.half(), "none": lambda w: None,
@@ -306,7 +305,7 @@ ODD = [None, -1, 0, 2**31 - 1, 2**63, 10**30, "", "x" * 10**5, ESCAPE, [], {}, [
 
 
 def nested() -> list:
-    """A few bytes in a file, 2**40 lists to show."""
+    """A few bytes in a file, but 2**40 lists when printed."""
     value = []
     for _ in range(40):
         value = [value, value]
@@ -314,7 +313,7 @@ def nested() -> list:
 
 
 def damage(path: Path) -> str:
-    """Damage a file in some way; returns which."""
+    """Damage a file in a random way; returns a description."""
     content = bytearray(path.read_bytes()) or bytearray(1)
     way = draw.choice(["flip", "cut", "empty", "zeros", "append", "noise", "remove", "folder"])
     if way == "flip":
@@ -339,7 +338,7 @@ def damage(path: Path) -> str:
 
 
 class Trial:
-    """A wrong input: what is run, and what its error may name."""
+    """A bad input: the command to run, and the culprits that its error may name."""
 
     def __init__(self, kind: str, data: Path, whole: Path):
         self.kind, self.folder = kind, Path(tempfile.mkdtemp(prefix="faults-"))
@@ -362,7 +361,7 @@ class Trial:
             self.command = [sys.executable, str(ROOT / script), *bases[script]]
         for _ in range(draw.randrange(1, 3)):
             name, value = draw.choice([*names, *names, "mode", "lr"]), draw.choice(VALUES)
-            if name == "max_iters":  # the only one that may be long
+            if name == "max_iters":  # a huge value is valid
                 continue
             form = draw.choice(["--{}={}", "--{}={}", "--{}={}", "--{}\0{}", "-{}={}", "{}={}"])
             self.command += form.format(name, value).split("\0")
@@ -440,7 +439,7 @@ class Trial:
                 draw.choice(["ab", ESCAPE]),
             )
             saved["tokenizer"] = {"tokenizer": kind, "json": "{}", "alphabet": alphabet}
-        (self.out / name).unlink()  # it is mapped
+        (self.out / name).unlink()  # the old file is memory-mapped
         torch.save(saved, self.out / name)
         script, *more = draw.choice(
             [("sample.py", "--device=cpu", "--max_new_tokens=5"), ("convert.py", "--to=new")]
@@ -450,7 +449,7 @@ class Trial:
         self.culprits = [name, "--start"]
 
     def prepare(self, *more: str) -> None:
-        """A preparation of a text."""
+        """Use the command that prepares a text."""
         self.command = [sys.executable, str(ROOT / "data/text/prepare.py"),
                         f"--out={self.folder / 'prepared'}", *more]  # fmt: skip
 
@@ -497,7 +496,7 @@ class Trial:
         self.culprits = ["/a", "would be empty", "--input"]
 
     def links(self) -> None:
-        """A folder of a stranger's, with links to a file of the user's."""
+        """A downloaded folder whose links point to one of the user's files."""
         self.notes.write_text("mine")
         script = draw.choice(["train.py", "prepare.py", "convert.py"])
         names = {
@@ -535,7 +534,7 @@ class Trial:
                             f"--to={folder}"]  # fmt: skip
 
     def run(self) -> int | None:
-        """The status with which the command ends; None if it does not."""
+        """The exit status of the command; None if it does not end in time."""
         if not self.at_its_start:
             process = start(self.command, self.folder, variables=self.variables)
             process.join(self.patience)
@@ -557,10 +556,10 @@ class Trial:
             process.wait()
 
     def verdict(self, status: int | None) -> str:
-        """What is wrong with how it ended; "" if nothing is."""
+        """The problem with how it ended; "" if there is none."""
         shown = (self.folder / "log").read_text(errors="replace")
         if status is None:
-            return f"still there after {self.patience} s"
+            return f"still running after {self.patience} s"
         if "Traceback" in shown:
             return "a traceback: " + shown.strip().splitlines()[-1][:200]
         if status < 0:
@@ -571,18 +570,18 @@ class Trial:
         if "\x1b" in shown and self.kind not in ("command line", "config file"):
             return "a control character on the terminal"
         if self.notes.exists() and self.notes.read_text() != "mine":
-            return "a file elsewhere was changed"
+            return "it changed a file elsewhere"
         if status and len(errors[0]) > 1500:
             return f"an error of {len(errors[0])} characters"
         if status and not any(culprit in errors[0] for culprit in self.culprits):
-            return f"names no culprit: {errors[0]}"
+            return f"the error names no culprit: {errors[0]}"
         return self.silently_wrong() if status == 0 and "train.py" in self.command[1] else ""
 
     def silently_wrong(self) -> str:
-        """What a run that went through has done otherwise than it was asked to."""
-        if "--init_from=resume" in self.command:  # it was accepted: as it was saved
+        """How a run that succeeded ignored its settings; "" if it did not."""
+        if "--init_from=resume" in self.command:  # accepted, so it must continue the saved run
             alone = one_more(self.data, self.whole)
-            if "metrics.jsonl" in self.culprits:  # of which lines may be lost
+            if "metrics.jsonl" in self.culprits:  # which may have lost lines
                 shutil.copy(alone / "metrics.jsonl", self.out)
             return difference(self.out, alone, may_lack=False)
         if not (self.out / "ckpt.pt").exists():
@@ -595,12 +594,12 @@ class Trial:
                 return f"asked for {name}={wanted!r:.80}, but trained with {config[name]!r}"
         if self.kind == "metadata" and (self.data / "meta.json").is_file():
             if losses(self.out) != losses(self.whole)[:2]:
-                return "trained on other metadata without a word"
+                return "trained on different metadata without a message"
         return ""
 
 
 def one_more(data: Path, whole: Path) -> Path:
-    """The run that was left alone after one more step."""
+    """The uninterrupted run, resumed for one more step."""
     out = whole.parent / "one more"
     if not out.exists():
         shutil.copytree(whole, out)
@@ -610,7 +609,7 @@ def one_more(data: Path, whole: Path) -> Path:
 
 
 def mislead(kind: str, data: Path, whole: Path) -> None:
-    """Try one wrong input."""
+    """Try one bad input."""
     trial = Trial(kind, data, whole)
     problem = trial.verdict(trial.run())
     tried[kind] += 1
@@ -621,13 +620,13 @@ def mislead(kind: str, data: Path, whole: Path) -> None:
 
 
 def kill_preparation(path: Path, whole: Path) -> None:
-    """Kill a preparation in two processes, prepare again, and compare."""
+    """Kill a prepare script with two processes twice, run it again, and compare the files."""
     folder = Path(tempfile.mkdtemp(prefix="faults-"))
     command = [sys.executable, str(ROOT / "data/text/prepare.py"), f"--input={path}",
                "--tokenizer=byte", "--num_proc=2", f"--out={folder / 'out'}"]  # fmt: skip
     kind = draw.choice(["killed preparation, the parent alone", "killed preparation, all of it"])
     signum = draw.choice((signal.SIGKILL, signal.SIGTERM, signal.SIGHUP))
-    for n in range(3):  # the third one is left alone
+    for n in range(3):  # the third one is not killed
         process = start(command, folder)
         if n < 2:
             process.join(draw.uniform(0.1, 1.0) * PREPARATION_SECONDS)
@@ -639,7 +638,7 @@ def kill_preparation(path: Path, whole: Path) -> None:
     for name in ("train.bin", "val.bin", "meta.json"):
         if process.exitcode or (folder / "out" / name).read_bytes() != (whole / name).read_bytes():
             shown = (folder / "log").read_text(errors="replace")[-500:]
-            return fail(kind, command, f"another {name} after {signum.name}: {shown}", folder)
+            return fail(kind, command, f"a different {name} after {signum.name}: {shown}", folder)
     shutil.rmtree(folder)
 
 
@@ -660,10 +659,10 @@ PREPARATION_SECONDS = 1.0
 
 
 def main() -> None:
-    """Try everything."""
+    """Run all kinds of faults."""
     matplotlib.use("Agg")
     gc.collect()
-    gc.freeze()  # so that the processes forked from here on need not look through it
+    gc.freeze()  # forked processes skip these objects in garbage collections
     text = "".join(f"{a}+{b}={a + b}\n" for a in range(100) for b in range(20))
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

@@ -1,4 +1,4 @@
-r"""How long training takes to a given loss: train.py against nanoGPT and nanochat.
+r"""Measure the time to a given loss: train.py against nanoGPT and nanochat.
 
     git clone https://github.com/karpathy/nanoGPT && git clone https://github.com/karpathy/nanochat
     python dev/peers.py --data=data/openwebtext --nanogpt=nanoGPT --nanochat=nanochat --gpus=2 \
@@ -6,16 +6,16 @@ r"""How long training takes to a given loss: train.py against nanoGPT and nanoch
         --ours="muon: config/train_gpt2_muon.py --max_iters=1024" --seeds=1337,1338
     python dev/peers.py --out=runs.jsonl
 
-All train on the same tokens in the same order and are evaluated on the same windows. Theirs are the
-unmodified checkouts with their own rules (dev/run_peer.py only feeds them); ours is the real
-train.py, with the flags given. Every run becomes a line of --out, with its whole curve (plot.py
-draws them), and the table is that of all lines there: a sweep may take several calls, and the
-second command above trains nothing.
+All train on the same tokens in the same order and evaluate on the same windows. The peers are
+unmodified checkouts with their own schedules (dev/run_peer.py only feeds them data); ours is the
+real train.py with the given flags. Every run appends a line with its whole loss curve to --out
+(plot.py draws them). The table shows all lines of that file, so a sweep may take several calls, and
+the second command above only prints the table.
 
-Time is that of training steps alone, without compilation and evaluation; the first step's is from
-the start of the process. The bar is the final loss of a peer's run that ends lowest (by its mean),
-with the same seed; when ours reached it is interpolated between evaluations. Checkpoints go to the
-folder for temporary files: TMPDIR=/dev/shm keeps them in memory.
+Only training steps count towards the time, not compilation or evaluation. "first step" is the time
+since the start of the process. The target is the final loss, with the same seed, of the peer's
+recipe with the lowest mean final loss; the time when ours reaches it is interpolated between
+evaluations. Checkpoints go to the temporary folder: TMPDIR=/dev/shm keeps them in memory.
 """
 
 import contextlib
@@ -48,22 +48,22 @@ from steady import UserError
 from steady.runlog import read_json_lines, read_metrics, training_clock
 from steady.stop import on_signals
 
-# what is compared
+# runs to compare
 data = ""  # folder with train.bin (or train.bin.xz), val.bin and meta.json
-size = "124m"  # tiny, 30m, 124m or 350m, with heads as wide as in the recipe's config file
-nanogpt = ""  # folder of a checkout of karpathy/nanoGPT
+size = "124m"  # tiny, 30m, 124m or 350m; the head size is that of the recipe's config file
+nanogpt = ""  # path to a checkout of karpathy/nanoGPT
 nanogpt_runs = ""  # TOKENS_PER_STEP:LEARNING_RATE:TOKENS[:WARMUP_STEPS], separated by commas
-nanochat = ""  # folder of a checkout of karpathy/nanochat
+nanochat = ""  # path to a checkout of karpathy/nanochat
 nanochat_runs = ""  # TOKENS_PER_STEP:TOKENS, separated by commas
-ours = ""  # flags and config files of train.py, perhaps behind "NAME: "; recipes end with ";"
-seeds = "1337"  # of weights and data order, separated by commas
-out = "peers.jsonl"  # file that one line per run is added to
-# how
-micro_batch = 32  # sequences; flags in --ours may say otherwise
+ours = ""  # [NAME:] flags and config files of train.py; separate recipes with ";"
+seeds = "1337"  # for weights and data order, separated by commas
+out = "peers.jsonl"  # file to append one line per run to
+# setup
+micro_batch = 32  # sequences per micro-batch; flags in --ours override it
 block_size = 1024  # tokens in a sequence
-eval_interval = 50  # steps between evaluations; flags in --ours may say otherwise
+eval_interval = 50  # steps between evaluations; flags in --ours override it
 eval_windows = 512  # sequences of val.bin, a multiple of the micro-batch
-gpus = 1  # runs side by side, each on a GPU of its own
+gpus = 1  # run this many at a time, each on its own GPU
 device = "auto"  # auto, cpu, cuda
 compile = True  # torch.compile the models
 
@@ -73,11 +73,11 @@ SHAPES = {"tiny": (2, 32), "30m": (6, 384), "124m": (12, 768), "350m": (24, 1024
 FACTORS = {"k": 1e3, "M": 1e6, "B": 1e9}
 SCRIPTS = {"nanogpt": "train.py", "nanochat": "scripts/base_train.py"}
 EXAMPLES = {"nanogpt_runs": "32k:6e-4:67.1M", "nanochat_runs": "65k:67.1M"}
-DATA, OUT_DIR, SEED = "{data}", "{out_dir}", "{seed}"  # in commands, until a run begins
+DATA, OUT_DIR, SEED = "{data}", "{out_dir}", "{seed}"  # placeholders, filled in when a run starts
 
 
 def number(text: str) -> float:
-    """65k, 67.1M, 1.2e-3."""
+    """Parse a number such as 65k, 67.1M or 1.2e-3."""
     factor = FACTORS.get(text[-1:], 1)
     value = float(text[:-1] if factor > 1 else text) * factor
     if not 0 < value < math.inf:
@@ -93,11 +93,11 @@ def numbers_of(recipe: str, flag: str, form: str) -> list[float]:
             raise ValueError
         return [number(part) for part in parts]
     except ValueError:
-        raise UserError(f"--{flag}: {recipe!r} is not {form}, such as {EXAMPLES[flag]}") from None
+        raise UserError(f"--{flag}: {recipe!r} is not {form}, e.g. {EXAMPLES[flag]}") from None
 
 
 def nanogpt_job(recipe: str) -> dict[str, Any]:
-    """Tokens are rounded to whole micro-batches and steps. Its own rules: a cosine to a tenth."""
+    """Round tokens to whole micro-batches and steps. nanoGPT decays to a tenth, by a cosine."""
     form = "TOKENS_PER_STEP:LEARNING_RATE:TOKENS[:WARMUP_STEPS]"
     per_step, rate, total, *warmup = numbers_of(recipe, "nanogpt_runs", form)
     micro_steps = max(1, round(per_step / (micro_batch * block_size)))
@@ -119,7 +119,7 @@ def nanogpt_job(recipe: str) -> dict[str, Any]:
 
 
 def nanochat_job(recipe: str) -> dict[str, Any]:
-    """Its own rules for rates, decay and schedules, which it derives from depth and batch."""
+    """nanochat derives learning rates, weight decay and schedules from depth and batch size."""
     per_step, total = numbers_of(recipe, "nanochat_runs", "TOKENS_PER_STEP:TOKENS")
     tokens = micro_batch * block_size * max(1, round(per_step / (micro_batch * block_size)))
     layers, width = SHAPES[size]
@@ -135,7 +135,7 @@ def nanochat_job(recipe: str) -> dict[str, Any]:
 
 
 def whole_evaluations(steps: float) -> int:
-    """The nearest number of steps that ends with an evaluation: nanoGPT makes no other one."""
+    """Round to full evaluation intervals: nanoGPT does not evaluate after a partial one."""
     return eval_interval * max(1, round(steps / eval_interval))
 
 
@@ -149,13 +149,13 @@ def our_job(recipe: str) -> dict[str, Any]:
 
 
 def command_of(job: dict[str, Any]) -> list[str]:
-    """The command of a run, but for its seed and folders; adds what the table needs to `job`."""
+    """A command with placeholders for seed and folders. Adds the data for the table to `job`."""
     if job["kind"] != "ours":
         given = {"nanogpt": nanogpt, "nanochat": nanochat}[job["kind"]]
         checkout = Path(given)
         if not given or not (checkout / SCRIPTS[job["kind"]]).exists():
             raise UserError(
-                f"--{job['kind']}={given} is no checkout of it: no {SCRIPTS[job['kind']]}"
+                f"--{job['kind']}={given} is not a checkout of it: no {SCRIPTS[job['kind']]}"
             )
         job["commit"] = commit_of(checkout)
         command = [sys.executable, str(ROOT / "dev/run_peer.py"), job["kind"]]
@@ -163,7 +163,7 @@ def command_of(job: dict[str, Any]) -> list[str]:
     layers, width = SHAPES[size]
     command = [flag for flag in job["flags"] if not flag.startswith("-")]  # config files come first
     recipe = resolve(read_settings(ROOT / "train.py"), command)
-    heads = max(1, width * recipe["n_head"] // recipe["n_embd"])  # as wide as in its config file
+    heads = max(1, width * recipe["n_head"] // recipe["n_embd"])  # same head size
     command += [f"--n_layer={layers}", f"--n_head={heads}", f"--n_embd={width}"]
     command += [f"--block_size={block_size}", f"--batch_size={micro_batch}"]
     command += [f"--eval_interval={eval_interval}"]
@@ -184,16 +184,16 @@ def command_of(job: dict[str, Any]) -> list[str]:
 
 
 def commit_of(folder: Path) -> str:
-    """Empty where Git does not know."""
+    """The commit checked out in `folder`; "" if it is not a git checkout."""
     git = ["git", "-C", str(folder), "rev-parse", "HEAD"]
     with contextlib.suppress(OSError):
-        if (folder / ".git").exists():  # or it would name the commit of a checkout around it
+        if (folder / ".git").exists():  # or git would report an enclosing checkout
             return subprocess.run(git, capture_output=True, text=True).stdout.strip()
     return ""
 
 
 def run(job: dict[str, Any], command: list[str], seed: str, folder: Path) -> None:
-    """Train once and add the run's line to --out; a failure is noted, and the others go on."""
+    """Train once and append a line to --out. A failure is recorded and does not stop the others."""
     gpu = free_gpus.get()
     try:
         with tempfile.TemporaryDirectory() as own, open(Path(own, "log.txt"), "w+b") as log:
@@ -250,7 +250,7 @@ def run(job: dict[str, Any], command: list[str], seed: str, folder: Path) -> Non
 
 
 def time_to(loss: float, curve: list[dict[str, Any]]) -> float | None:
-    """Seconds of steps until `curve` first reaches `loss`; None if it never does."""
+    """Seconds of training until `curve` first reaches `loss`; None if it never does."""
     if curve[0]["val_loss"] <= loss:
         return curve[0]["seconds"]
     for before, after in zip(curve, curve[1:], strict=False):
@@ -261,8 +261,8 @@ def time_to(loss: float, curve: list[dict[str, Any]]) -> float | None:
 
 
 def print_table(runs: list[dict[str, Any]]) -> None:
-    """The table of runs of one size, one corpus and one device, and what it comes to."""
-    bars: dict[str, dict[int, dict[str, Any]]] = {}  # by kind and seed: the best recipe's end
+    """Print the runs of one size, corpus and device, and the ratios of their times."""
+    bars: dict[str, dict[int, dict[str, Any]]] = {}  # final evaluations by recipe and seed
     for kind in dict.fromkeys(r["kind"] for r in runs if r["kind"] != "ours"):
         final: dict[str, list[float]] = {}
         for r in runs:
@@ -271,9 +271,9 @@ def print_table(runs: list[dict[str, Any]]) -> None:
         best = min(final, key=lambda recipe: statistics.mean(final[recipe]))
         bars[best] = {r["seed"]: r["curve"][-1] for r in runs if r["recipe"] == best}
     print(f"\n{runs[0]['size']} on {runs[0]['data']}, {runs[0]['device']}\n")
-    heads = ["recipe", "seed", "tokens a step", "tokens", "tokens/s", "memory, GiB",
+    heads = ["recipe", "seed", "tokens per step", "tokens", "tokens/s", "memory, GiB",
              "first step, s", "steps' time, s", "val loss",
-             *(f"seconds to the last loss of {best}" for best in bars)]  # fmt: skip
+             *(f"seconds to the final loss of {best}" for best in bars)]  # fmt: skip
     print("| " + " | ".join(heads) + " |\n" + "|---" * len(heads) + "|")
     ratios: dict[tuple[str, str], list[float]] = {}
     for r in runs:
@@ -302,18 +302,18 @@ if eval_interval < 1 or eval_windows < 1 or eval_windows % micro_batch:
         f"eval_interval={eval_interval} at least 1"
     )
 if not all(seed.strip().isdecimal() for seed in seeds.split(",")):
-    raise UserError(f"--seeds={seeds} must be whole numbers with commas between")
+    raise UserError(f"--seeds={seeds} must be whole numbers separated by commas")
 jobs = [nanogpt_job(recipe.strip()) for recipe in nanogpt_runs.split(",") if recipe.strip()]
 jobs += [nanochat_job(recipe.strip()) for recipe in nanochat_runs.split(",") if recipe.strip()]
 jobs += [our_job(recipe.strip()) for recipe in ours.split(";") if recipe.strip()]
-commands = [command_of(job) for job in jobs]  # all of them first: a wrong flag costs no time so
+commands = [command_of(job) for job in jobs]  # all first, to find wrong flags before training
 if jobs:
     if not (Path(data) / "val.bin").exists():
         raise UserError(f"--data={data}: there is no data set (val.bin is missing)")
-    open(out, "a").close()  # an error now costs no run
+    open(out, "a").close()  # if this fails, no run is wasted
 failures: list[str] = []
 running: list[subprocess.Popen[str]] = []
-on_signals(("SIGTERM", "SIGHUP"), signal.default_int_handler)  # as Ctrl-C
+on_signals(("SIGTERM", "SIGHUP"), signal.default_int_handler)  # same as Ctrl-C
 writing, free_gpus = threading.Lock(), queue.Queue()
 for i in range(gpus):
     free_gpus.put(str(i))
@@ -335,9 +335,9 @@ with tempfile.TemporaryDirectory() as temporary:
         try:
             for result in results:
                 result.result()
-        except BaseException:  # Ctrl-C, perhaps: what waits for its turn must not start now,
+        except BaseException:  # e.g. Ctrl-C: cancel the runs that have not started,
             pool.shutdown(wait=False, cancel_futures=True)
-            for process in running:  # and what runs must not go on, nor what it has started
+            for process in running:  # and kill the running ones with their children
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
             raise

@@ -2,9 +2,9 @@
 
     python dev/run_peer.py nanogpt CHECKOUT DATA OUT_DIR SEED [flags of its train.py]
 
-Its windows are train.py's, in train.py's order, and so are those it is evaluated on. What it prints
-of its steps and evaluations becomes OUT_DIR/metrics.jsonl. Nothing of the checkout is changed: the
-functions that it imports to read data, save and look at samples are replaced before it starts.
+It trains and evaluates on train.py's windows, in the same order. The steps and evaluations that it
+prints go to OUT_DIR/metrics.jsonl. The checkout itself is not changed: this script replaces the
+functions for reading data, saving and sampling before it starts the other one.
 """
 
 import builtins
@@ -41,7 +41,7 @@ def main() -> None:
     if len(sys.argv) < 6:
         raise SystemExit(__doc__)
     kind, checkout, data, out_dir, seed, *flags = sys.argv[1:]
-    sys.path[:] = [checkout, *sys.path[2:], sys.path[0]]  # its model.py before ours
+    sys.path[:] = [checkout, *sys.path[2:], sys.path[0]]  # its model.py takes precedence over ours
     options = dict(flag.removeprefix("--").split("=", 1) for flag in flags if "=" in flag)
     log_what_is_printed(kind, Path(out_dir) / "metrics.jsonl", options)
     use_seed(int(seed))
@@ -53,7 +53,7 @@ def main() -> None:
 
 
 def log_what_is_printed(kind: str, path: Path, options: dict[str, str]) -> None:
-    """Steps and evaluations go to `path` as train.py's do."""
+    """Write the printed steps and evaluations to `path` in the format of train.py's metrics."""
     real, file = builtins.print, open(path, "a", encoding="utf-8")
     tokens = int(options.get("total-batch-size", 0))
     if kind == "nanogpt":
@@ -79,19 +79,17 @@ def log_what_is_printed(kind: str, path: Path, options: dict[str, str]) -> None:
 
 
 def use_seed(seed: int) -> None:
-    """Both scripts have a seed of their own and no flag for it."""
+    """Override the seed: both scripts hard-code it."""
     for module in (torch, torch.cuda):
         real = module.manual_seed
         module.manual_seed = lambda _, real=real: real(seed)
 
 
 def prepare_nanogpt(data: DataSet, seed: int, options: dict[str, str], out_dir: str) -> str:
-    """Its get_batch asks torch.randint where windows begin. It takes the vocabulary from meta.pkl,
-    so it gets a folder with one, and with links to the tokens."""
+    """Replace torch.randint, which its get_batch calls for the window offsets. The vocabulary size
+    comes from meta.pkl, so make a folder with that file and links to the token files."""
     if data.dtype != "uint16":
-        raise SystemExit(
-            f"nanoGPT reads tokens of 16 bits only, and {data.folder} has {data.dtype}"
-        )
+        raise SystemExit(f"nanoGPT reads only uint16 tokens, but {data.folder} has {data.dtype}")
     folder = Path(out_dir, "data")
     folder.mkdir()
     (folder / "meta.pkl").write_bytes(pickle.dumps({"vocab_size": data.padded_vocab_size}))
@@ -112,7 +110,7 @@ def prepare_nanogpt(data: DataSet, seed: int, options: dict[str, str], out_dir: 
             return real(*size, **how)
         if frame.f_back.f_code.co_name != "estimate_loss":
             return torch.from_numpy(loader.starts(*divmod(next(drawn), accumulation)))
-        if frame.f_locals["split"] == "train":  # of no interest here
+        if frame.f_locals["split"] == "train":  # not used here
             return torch.zeros(batch_size, dtype=torch.int64)
         return next(of_evaluation)
 
@@ -122,7 +120,7 @@ def prepare_nanogpt(data: DataSet, seed: int, options: dict[str, str], out_dir: 
 
 
 def prepare_nanochat(data: DataSet, seed: int, options: dict[str, str], out_dir: str) -> str:
-    """Its dataset is text that it packs into rows; here it gets tokens."""
+    """Replace its data loader, which packs text into rows, by one that returns our tokens."""
     batch_size, block_size = int(options["device-batch-size"]), int(options["max-seq-len"])
     windows = int(options["eval-tokens"]) // block_size
     train, val = data.open(block_size, data.padded_vocab_size)

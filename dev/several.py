@@ -1,12 +1,12 @@
-"""See that several processes train as one does, and that the death of one is survived.
+"""Check that several processes train like one, and that a run survives the death of a process.
 
     python dev/several.py --data=data/openwebtext
     python dev/several.py --data=data/shakespeare_char --device=cpu --processes=2
 
-Trains a small model with AdamW and with Muon on 1, 2, 4, ... processes and prints how far the
-losses of 30 steps are apart. Then kills one process of a run in the middle, with and without
-`--max-restarts`, and prints how soon all have ended, how soon training has gone on, and how far the
-curve is from that of a run which nobody disturbed.
+Trains a small model with AdamW and with Muon on 1, 2, 4, ... processes for 30 steps and prints how
+much the losses differ. Then it kills one process in the middle of a run, with and without
+`--max-restarts`, and prints how long it takes until all have ended, how long until training
+resumes, and how much the loss curve differs from that of an undisturbed run.
 """
 
 import os
@@ -26,7 +26,7 @@ from configurator import configure
 from steady.runlog import read_metrics
 
 data = ""  # folder of a data set
-processes = 4  # the most that train together; fewer are 1, 2, 4, ...
+processes = 4  # the largest number of processes; the smaller runs use 1, 2, 4, ...
 device = "cuda"  # cuda, cpu
 
 configure(globals(), positional="")
@@ -45,7 +45,7 @@ LONG = [*OPTIMIZERS["adamw"], "--max_iters=300", "--eval_interval=50"]
 
 
 def start(name: str, n: int, *arguments: str, restarts: int = 0) -> subprocess.Popen:
-    """torchrun with `n` processes of train.py; its output goes to a file beside its folder."""
+    """Start train.py under torchrun with `n` processes; NAME.txt gets the output."""
     out = folder / name
     command = ["--standalone", f"--nproc_per_node={n}", f"--max-restarts={restarts}"]
     command += [str(ROOT / "train.py"), f"--dataset={Path(data).resolve()}", f"--out_dir={out}"]
@@ -57,7 +57,7 @@ def start(name: str, n: int, *arguments: str, restarts: int = 0) -> subprocess.P
 
 
 def losses(name: str) -> dict[int, float]:
-    """The loss of every iteration so far; of one that was computed twice the second."""
+    """The loss of every iteration so far; the later one if an iteration ran twice."""
     entries = read_metrics(folder / name / "metrics.jsonl")
     return {e["iter"]: e["loss"] for e in entries if e.get("loss") is not None}
 
@@ -69,8 +69,8 @@ def finish(name: str, process: subprocess.Popen) -> dict[int, float]:
 
 
 def kill_one(process: subprocess.Popen, name: str, after: int) -> tuple[float, list[int]]:
-    """Kill the last process of a run when it is past iteration `after`; returns when, and the
-    numbers of all of them."""
+    """Kill the last process of a run once it has passed iteration `after`. Returns the time and
+    the IDs of all processes."""
     while max(losses(name), default=0) < after:
         if process.poll() is not None:
             finish(name, process)
@@ -83,7 +83,7 @@ def kill_one(process: subprocess.Popen, name: str, after: int) -> tuple[float, l
 
 def furthest(a: dict[int, float], b: dict[int, float]) -> str:
     if a.keys() != b.keys():
-        return f"not the same iterations: {len(a)} and {len(b)}"
+        return f"different iterations: {len(a)} and {len(b)}"
     return f"{max(abs(a[i] - b[i]) for i in a):.6f} at most, over {len(a)} iterations"
 
 
@@ -96,7 +96,7 @@ with tempfile.TemporaryDirectory() as temporary:
         curves = {n: finish(name, start(name, n, *short)) for n, name in names.items()}
         for n in counts[1:]:
             found = furthest(curves[1], curves[n])
-            print(f"{optimizer}, {n} processes and 1: losses differ by {found}", flush=True)
+            print(f"{optimizer}, {n} processes vs. 1: losses differ by {found}", flush=True)
     killed = start("killed", processes, *LONG)
     moment, numbers = kill_one(killed, "killed", after=60)
     status = killed.wait()
@@ -113,4 +113,4 @@ with tempfile.TemporaryDirectory() as temporary:
     print(f"with --max-restarts=1: past iteration {reached} after {seconds:.1f} s", flush=True)
     again = finish("restarted", restarted)
     whole = finish("whole", start("whole", processes, *LONG))
-    print(f"its curve and an undisturbed one differ by {furthest(again, whole)}")
+    print(f"its losses differ from an undisturbed run's by {furthest(again, whole)}")

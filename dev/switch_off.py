@@ -1,12 +1,11 @@
-"""Take each fix out, one at a time, and see that a test notices.
+"""Remove each fix, one at a time, and check that a test fails without it.
 
     python dev/switch_off.py --rows=F19,F22
     python dev/switch_off.py --gpu --jobs=8
 
-dev/switch_off.txt lists the fixes, by the numbers of docs/failures.md. One after the other is
-switched off in a copy of this checkout, and its tests run there: one of them must fail. Prints a
-Markdown table and, at the end, in how many cases that was so; the exit status is 1 if it was not so
-in all of them.
+dev/switch_off.txt lists the fixes by number (see docs/failures.md). This script switches off one
+fix in a copy of the checkout and runs its tests there: at least one must fail. It prints a Markdown
+table and a count of the fixes whose tests did fail. The exit status is 1 unless all did.
 """
 
 import ast
@@ -30,17 +29,17 @@ from steady import UserError
 
 ROOT = Path(__file__).parents[1]
 
-rows = ""  # which, with commas between; default: all
-gpu = False  # those whose tests need a GPU; False: those whose tests do not
+rows = ""  # numbers of the fixes, separated by commas; default: all
+gpu = False  # True: only fixes whose tests need a GPU; False: only the others
 check = False  # switch nothing off: all tests must pass
-jobs = 1  # at a time
+jobs = 1  # fixes to try in parallel
 
 
 class Fix(NamedTuple):
-    """A fix, and how to take it out."""
+    """A fix, and how to remove it."""
 
     row: str
-    without: str  # what a run is like without it
+    without: str  # how a run behaves without it
     tests: list[str]  # pytest's arguments
     edits: list[tuple[str, str, str]]  # file, old text, new text
 
@@ -72,7 +71,7 @@ def read_fixes(path: Path) -> list[Fix]:
 
 
 def copy_checkout(folder: Path) -> None:
-    """What git tracks, or where git does not know, all but what it would ignore."""
+    """Copy the tracked files; outside of a git checkout, all files that git would not ignore."""
     listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True)
     if listed.returncode:
         ignored = shutil.ignore_patterns(".*", "__pycache__", "out", "out-*", "wandb", "*.bin")
@@ -83,26 +82,25 @@ def copy_checkout(folder: Path) -> None:
 
 
 def switch_off(fix: Fix, folder: Path) -> None:
-    """Raises UserError where the text to replace is not there once."""
+    """Apply the edits; raises UserError unless each old text occurs exactly once."""
     for name, old, new in fix.edits:
         path = folder / name
         text = path.read_text(encoding="utf-8")
         if text.count(old) != 1:
             raise UserError(f"found {text.count(old)} times in {name}: {old}")
         text = text.replace(old, new)
-        ast.parse(text)  # a test that fails since nothing can be imported would prove nothing
+        ast.parse(text)  # a test that fails on a syntax error proves nothing
         path.write_text(text, encoding="utf-8")
 
 
 def first_failure(fix: Fix) -> str:
-    """The first test that fails, with its reason; "" if none does. Raises UserError where none
-    was run."""
+    """The first failing test with its reason; "" if all pass. Raises UserError if no test ran."""
     with tempfile.TemporaryDirectory() as name:
         copy_checkout(Path(name))
         if not check:
             switch_off(fix, Path(name))
         pytest = [sys.executable, "-m", "pytest", "-q", "-x", "-rfE", "-p", "no:cacheprovider"]
-        wide = os.environ | {"COLUMNS": "300"}  # else the reasons are cut off
+        wide = os.environ | {"COLUMNS": "300"}  # or pytest cuts off the reasons
         done = subprocess.run(
             [*pytest, *fix.tests], cwd=name, capture_output=True, text=True, env=wide
         )
@@ -116,7 +114,7 @@ def first_failure(fix: Fix) -> str:
 
 
 def try_out(fix: Fix) -> tuple[bool, str]:
-    """Whether a test fails if and only if the fix is off, and a row of the table."""
+    """Whether the tests fail (with --check: pass) as they should, and a row of the table."""
     try:
         failure = first_failure(fix)
     except (ValueError, SyntaxError) as error:
@@ -133,12 +131,12 @@ if __name__ == "__main__":
     fixes = [fix for fix in read_fixes(ROOT / "dev" / "switch_off.txt")
              if fix.needs_gpu is gpu and (not wanted or fix.row in wanted)]  # fmt: skip
     if not fixes:
-        raise UserError(f"rows={rows} with gpu={gpu}: there are none")
+        raise UserError(f"no fixes match rows={rows} with gpu={gpu}")
     print("| | switched off | test that failed |\n|---|---|---|", flush=True)
     as_wanted = []
     with ThreadPoolExecutor(jobs) as pool:
         for good, line in pool.map(try_out, fixes):
             print(line, flush=True)
             as_wanted.append(good)
-    print(f"\n{sum(as_wanted)} of {len(as_wanted)} as they must be")
+    print(f"\n{sum(as_wanted)} of {len(as_wanted)} as expected")
     sys.exit(not all(as_wanted))

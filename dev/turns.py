@@ -1,11 +1,11 @@
-"""Time a training step of several checkouts of this project in turns, with each one's bench.py.
+"""Compare the speed of several checkouts of this project by running their bench.py in turns.
 
     git worktree add ../before HEAD~1
     python dev/turns.py config/train_gpt2.py --folders=../before,. --batch_size=32
 
-Clocks, power and neighbours change a GPU's speed by more than most changes to the code do, so
-compare only figures of one call. All other flags go to bench.py; a line of JSON per run goes to
---out.
+Clocks, power limits and other jobs change a GPU's speed more than most code changes do, so only
+compare figures from the same call. All other flags go to bench.py. Each run appends a line of JSON
+to --out.
 """
 
 import re
@@ -25,8 +25,8 @@ from steady import UserError
 
 # comparison
 folders = "."  # checkouts, separated by commas
-rounds = 2  # turns of each
-out = ""  # file that gets a line of JSON per run
+rounds = 2  # runs of each checkout
+out = ""  # file to append a line of JSON per run to
 
 given = dict(argument[2:].partition("=")[::2] for argument in sys.argv[1:] if argument[:2] == "--")
 if "help" in given:

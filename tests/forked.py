@@ -1,5 +1,5 @@
-"""Scripts in processes that begin with torch and this project imported: most of a small run's time
-is that. What a script does until then is tested in processes that start with nothing."""
+"""Run scripts in forked processes that have already imported torch and this project, since imports
+take most of a small run's time. Tests of the startup itself use fresh processes."""
 
 import contextlib
 import multiprocessing
@@ -13,8 +13,8 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 
 context = multiprocessing.get_context("forkserver")
-# What train.py imports, and what torch imports when it is first used. (Those of the project are
-# found in the folder that the tests are started in; what is not found is imported later.)
+# The modules that train.py imports, and those that torch imports lazily. The project's own are only
+# found if pytest starts in the repository root; otherwise they are imported later.
 context.set_forkserver_preload(
     ["torch", "torch._dynamo", "torch.distributed.fsdp", "convert", "steady.compiling",
      "steady.generate", "steady.memory", "steady.optim", "steady.profiler", "steady.recompute",
@@ -23,7 +23,7 @@ context.set_forkserver_preload(
 
 
 class Forked(context.Process):
-    """With the methods of a subprocess.Popen that tests use."""
+    """A Process with the methods of subprocess.Popen that the tests use."""
 
     def wait(self, timeout: float | None = None) -> int | None:
         self.join(timeout)
@@ -33,20 +33,20 @@ class Forked(context.Process):
         return self.exitcode
 
     def send_signal(self, signum: int) -> None:
-        with contextlib.suppress(ProcessLookupError):  # it has ended
+        with contextlib.suppress(ProcessLookupError):  # it has already ended
             os.kill(self.pid, signum)
 
 
 def start(command: list[str], environment: dict[str, str], output: Path, code: str = "") -> Forked:
-    """`python command > output 2>&1`; `code` runs before it, in its process. Without a command it
-    is all that runs."""
+    """Like `python command > output 2>&1`. `code` runs first, in the same process; with an empty
+    command, only `code` runs."""
     process = Forked(target=_run, args=(command, environment, output, code))
     process.start()
     return process
 
 
 def wait_for_first_process() -> None:
-    """Wait for the store of the first of several processes: torch tries again after seconds."""
+    """Wait until rank 0's store listens: torch itself would wait seconds before it retries."""
     if os.environ.get("RANK", "0") != "0":
         address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         for _ in range(3000):
@@ -63,12 +63,12 @@ def _run(command: list[str], environment: dict[str, str], output: Path, code: st
     with output.open("w") as file:
         for stream in (1, 2):
             os.dup2(file.fileno(), stream)
-    # the server's own may be of another kind
+    # the fork server's streams may be something else, e.g. pytest's
     sys.stdout = sys.__stdout__ = open(1, "w", encoding="utf-8", closefd=False)
     sys.stderr = sys.__stderr__ = open(2, "w", encoding="utf-8", closefd=False)
     import torch
 
-    torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))  # read when it was imported
+    torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))  # torch read the variable at import
     wait_for_first_process()
     sys.argv = command or ["-c"]
     try:
@@ -76,5 +76,5 @@ def _run(command: list[str], environment: dict[str, str], output: Path, code: st
         if command:
             runpy.run_path(command[0], run_name="__main__")
     except (Exception, KeyboardInterrupt):
-        sys.excepthook(*sys.exc_info())  # multiprocessing would print the whole trace
+        sys.excepthook(*sys.exc_info())  # multiprocessing would print its own frames too
         sys.exit(1)

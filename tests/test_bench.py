@@ -43,7 +43,7 @@ def test_bench_passes_on_what_train_says_when_it_fails(fork):
 
 UNDER_NOHUP = """
 import signal, tempfile
-tempfile.tempdir = None  # TMPDIR is another now
+tempfile.tempdir = None  # TMPDIR has changed
 signal.signal(signal.SIGHUP, signal.SIG_IGN)
 """
 
@@ -57,7 +57,7 @@ def test_a_bench_that_is_ended_leaves_nothing_behind(fork, tmp_path):
     assert process.wait(1) is None
     process.send_signal(signal.SIGTERM)
     assert process.wait(30)  # not 0, and not None
-    # (torch makes a folder for its cache there)
+    # no temporary folder is left (torch puts its cache there too)
     assert not Path(f"/proc/{child}").exists() and not list(tmp_path.glob("tmp*"))
 
 
@@ -68,12 +68,12 @@ def test_bench_refuses_a_vocabulary_that_no_token_file_can_hold(run, vocab_size)
         run("bench.py", *TINY, f"--vocab_size={vocab_size}")
 
 
-# What dev/run_peer.py needs to know of the two scripts: how they read data and what they print.
+# Stubs of the two peers with the parts that dev/run_peer.py uses: reading data and printing.
 NANOGPT = """
 import os, sys, time
 import numpy as np
 import torch
-from model import GPT  # its own, not ours
+from model import GPT  # the checkout's, not ours
 options = dict(flag[2:].split("=") for flag in sys.argv[1:])
 batch_size, block_size, eval_iters, accumulation, eval_interval, max_iters = (
     int(options[name]) for name in ("batch_size", "block_size", "eval_iters",
@@ -96,7 +96,7 @@ while step <= max_iters:
         estimate_loss()
         print(f"step {step}: train loss 9.0, val loss {3.05 - step / 10:.4f}")
         torch.save(seen, os.path.join(options["out_dir"], "ckpt.pt"))
-        print("x" * 200000)  # more than a pipe holds
+        print("x" * 200000)  # more than fits into a pipe
     for _ in range(accumulation):
         seen.append(batch)
         batch = get_batch("train")
@@ -223,11 +223,11 @@ def test_peers_have_heads_as_wide_as_in_their_recipes(run, sums, monkeypatch, tm
             run("dev/peers.py", f"--data={sums}", f"--out={tmp_path}/runs.jsonl", "--size=350m",
                 flags, *checkouts)  # fmt: skip
     heads = [flag for command in started for flag in command if flag.startswith("--n_head=")]
-    assert heads == ["--n_head=8", "--n_head=16"]  # 1024 wide: of 128, as in its config, and of 64
+    assert heads == ["--n_head=8", "--n_head=16"]  # width 1024, head size 128 (its config's) and 64
 
 
 def test_peers_writes_no_curve_of_a_run_that_is_never_evaluated(run, sums, tmp_path):
-    """Every later table of that file would fail on it."""
+    """An entry without a curve would break every later table of that file."""
     with pytest.raises(SystemExit, match="a: evaluated 0 times, too few for a curve"):
         run(
             "dev/peers.py", f"--data={sums}", *SMALL, f"--out={tmp_path}/runs.jsonl",
@@ -241,13 +241,13 @@ def test_peers_refuses_wrong_flags_before_any_run(run):
         ("--ours=--muon_rl=1", "unknown setting '--muon_rl=1'"),
         ("--ours=big: --batch_size=24", "eval_windows=512 must be a multiple of batch_size=24"),
         ("--nanogpt_runs=65k", "'65k' is not TOKENS_PER_STEP:LEARNING_RATE"),
-        ("--nanochat_runs=65k:1M:3", "'65k:1M:3' is not TOKENS_PER_STEP:TOKENS, such as 65k"),
+        ("--nanochat_runs=65k:1M:3", "'65k:1M:3' is not TOKENS_PER_STEP:TOKENS, e.g. 65k"),
         ("--nanogpt_runs=65k:nan:1M", "'65k:nan:1M' is not TOKENS_PER_STEP"),
-        ("--nanogpt_runs=65k:1e-3:1M", "--nanogpt= is no checkout of it: no train.py"),
+        ("--nanogpt_runs=65k:1e-3:1M", "--nanogpt= is not a checkout of it: no train.py"),
         ("--eval_windows=40", "eval_windows=40 must be a multiple of micro_batch=32"),
         ("--seeds=1,x", "--seeds=1,x must be whole numbers"),
         ("--ours=--max_iters=1", "there is no data set"),
-        ("--nanochat_runs=65k:1M", "is no checkout of it: no scripts/base_train.py"),
+        ("--nanochat_runs=65k:1M", "is not a checkout of it: no scripts/base_train.py"),
     ):
         with pytest.raises(ValueError, match=message):
             run("dev/peers.py", flag, "--nanochat=nowhere")
@@ -260,7 +260,7 @@ def test_peers_interpolates_between_evaluations_and_takes_each_peers_best(run, t
         ("nanogpt", "slow", 1, [(0, 9.0), (100, 3.0)]),
         ("nanogpt", "slow", 2, [(0, 9.0), (100, 2.0)]),
         ("nanochat", "d2", 1, [(0, 9.0), (30, 1.0)]),
-        ("ours", "muon", 1, [(0, 9.0), (10, 5.0), (20, 1.0)]),  # 3.0 after 15 s
+        ("ours", "muon", 1, [(0, 9.0), (10, 5.0), (20, 1.0)]),  # reaches 3.0 after 15 s
         ("ours", "muon", 2, [(0, 9.0), (10, 2.5), (40, 2.2)]),
     ):
         curve = [{"tokens": 64, "seconds": s, "val_loss": loss} for s, loss in points]
@@ -271,7 +271,7 @@ def test_peers_interpolates_between_evaluations_and_takes_each_peers_best(run, t
     file = tmp_path / "runs.jsonl"
     file.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
     shown = run("dev/peers.py", f"--out={file}")
-    assert "| seconds to the last loss of slow | seconds to the last loss of d2 |" in shown
+    assert "| seconds to the final loss of slow | seconds to the final loss of d2 |" in shown
     assert "of quick |" not in shown
     assert "| muon | 1 | 64 | 0.0M | 3 | 0.0 | 2.5 | 20.0 | 1.0000 | 15.0 | 20.0 |" in shown
     assert "| muon | 2 | 64 | 0.0M | 2 | 0.0 | 2.5 | 40.0 | 2.2000 | not reached |  |" in shown

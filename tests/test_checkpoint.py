@@ -31,7 +31,7 @@ def test_f71_only_a_restart_of_the_launch_that_saved_goes_on(tmp_path, monkeypat
     assert checkpoint.begin_from("scratch", path, process) == "scratch"  # no restart
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     monkeypatch.setattr(distributed, "launch", lambda: "this one")
-    assert checkpoint.begin_from("scratch", path, process) == "scratch"  # another one's
+    assert checkpoint.begin_from("scratch", path, process) == "scratch"  # saved by another launch
     checkpoint.save(path, {})
     assert checkpoint.begin_from("scratch", path, process) == "resume"
     path.unlink()
@@ -77,7 +77,7 @@ def test_f29_malicious_checkpoint_is_refused_and_not_executed(tmp_path, zipped):
     with pytest.raises(ValueError, match="ckpt.pt"):
         checkpoint.load(path)
     assert not proof.exists()
-    torch.load(path, weights_only=False)  # the naive way runs it
+    torch.load(path, weights_only=False)  # a plain torch.load runs the code
     assert proof.exists()
 
 
@@ -129,7 +129,7 @@ except (OSError, RuntimeError) as error:
 """
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="limits the file size as Linux does")
+@pytest.mark.skipif(sys.platform != "linux", reason="uses the file size limit of Linux")
 def test_f30_full_disk_keeps_the_old_checkpoint(fork, tmp_path):
     path = tmp_path / "ckpt.pt"
 
@@ -142,12 +142,12 @@ def test_f30_full_disk_keeps_the_old_checkpoint(fork, tmp_path):
     assert checkpoint.read(path)["iter_num"] == 1
     assert os.listdir(tmp_path) == ["ckpt.pt"]
     assert save_with_full_disk(f"torch.save({big}, path)") != 0
-    with pytest.raises(ValueError, match="damaged"):  # the naive way destroyed it
+    with pytest.raises(ValueError, match="damaged"):  # a plain torch.save destroyed it
         checkpoint.load(path)
 
 
 def test_f30_kill_while_saving_keeps_a_whole_checkpoint(fork, tmp_path):
-    """At moments spread over the time that a save takes."""
+    """The kills are spread over the duration of a save."""
     path = tmp_path / "ckpt.pt"
     code = (
         "import itertools, torch; from pathlib import Path; from steady import checkpoint\n"
@@ -176,11 +176,11 @@ def test_differing_architecture_names_the_keys(tmp_path):
         checkpoint.check_same_model(saved, {"n_layer": 9, "tokenizer": {}}, tmp_path)
 
 
-# ---- flipped bits, and content that is not what it should be ------------------------------------
+# ---- flipped bits and wrong content --------------------------------------------------------------
 
 
 def flipped(path, place):
-    """The file `path` with one of its bits turned round."""
+    """A copy of the file `path` with one bit flipped."""
     content = bytearray(path.read_bytes())
     content[place // 8] ^= 1 << place % 8
     path.with_name("flipped.pt").write_bytes(content)
@@ -196,7 +196,7 @@ def same(a, b):
 
 
 def test_f46_a_flipped_bit_is_refused_or_changes_nothing(tmp_path):
-    """500 of them: STEADY_FLIPS=500."""
+    """STEADY_FLIPS=500 tries 500 bits."""
     path, draw = tmp_path / "ckpt.pt", random.Random(1)
     content = {"model": {"w": torch.randn(40, 40)}, "iter_num": 7, "config": {"a": 1.5, "b": "x"}}
     checkpoint.save(path, content)
@@ -210,7 +210,7 @@ def test_f46_a_flipped_bit_is_refused_or_changes_nothing(tmp_path):
             assert "\n" not in str(error) and "flipped.pt" in str(error)
         with contextlib.suppress(Exception):
             naive += not same(torch.load(damaged), loaded)
-    assert naive > 10  # what torch.load gives back without a word
+    assert naive > 10  # how often torch.load silently returns wrong content
 
 
 def test_f46_a_disk_that_gives_back_something_else_keeps_the_old_checkpoint(tmp_path, monkeypatch):
@@ -234,7 +234,7 @@ def test_f46_a_disk_that_gives_back_something_else_keeps_the_old_checkpoint(tmp_
 def test_f79_a_run_stopped_by_a_signal_saves_without_reading_back(
     tmp_path, monkeypatch, reached, read
 ):
-    """Reading takes as long as writing: 30 s after SIGTERM torchrun kills."""
+    """Reading back doubles the time, and torchrun kills its workers 30 s after SIGTERM."""
     calls, path = [], tmp_path / "ckpt.pt"
     monkeypatch.setattr(checkpoint, "check_sums", lambda *_: calls.append(1))
     state = {"iter_num": reached, "config": {"max_iters": 9}}
@@ -247,8 +247,8 @@ def test_f79_a_run_stopped_by_a_signal_saves_without_reading_back(
 
 @pytest.mark.parametrize("same_name", [False, True])
 def test_f81_parts_that_torch_would_not_read_as_they_are_checked_are_refused(tmp_path, same_name):
-    """Compressed parts have right checksums, and torch maps the compressed bytes as weights; of two
-    parts of one name it may read the other."""
+    """Compressed parts pass their checksums, but torch maps the compressed bytes as weights. If two
+    parts have the same name, torch may read the other one."""
     path, packed = tmp_path / "ckpt.pt", tmp_path / "packed.pt"
     checkpoint.save(path, {"model": {"w": torch.zeros(1000)}})
     with zipfile.ZipFile(path) as source, zipfile.ZipFile(packed, "w") as target:
@@ -265,7 +265,7 @@ def test_f81_parts_that_torch_would_not_read_as_they_are_checked_are_refused(tmp
 
 
 def rewritten(path, other, change):
-    """A copy of a checkpoint with the bytes of its parts changed, aligned as torch's."""
+    """A copy of a checkpoint with changed parts, aligned as torch aligns them."""
     with zipfile.ZipFile(path) as source, zipfile.ZipFile(other, "w") as target:
         for part in source.infolist():
             info = zipfile.ZipInfo(part.filename)
@@ -275,7 +275,7 @@ def rewritten(path, other, change):
 
 
 def test_f81_a_part_that_is_shorter_than_its_tensor_is_refused(tmp_path):
-    """What follows it in the file would be weights."""
+    """The bytes that follow the part in the file would become weights."""
     checkpoint.save(tmp_path / "a.pt", {"model": {"v": torch.ones(99), "w": torch.ones(99)}})
     rewritten(tmp_path / "a.pt", tmp_path / "b.pt", lambda name, data: data)
     assert checkpoint.read(tmp_path / "b.pt")["model"]["v"].eq(1).all()
@@ -292,7 +292,7 @@ def test_f81_a_part_that_is_shorter_than_its_tensor_is_refused(tmp_path):
 def test_f81_names_that_point_elsewhere_are_refused(tmp_path):
     checkpoint.save(tmp_path / "a.pt", {"model": {"v": torch.zeros(99), "w": torch.ones(99)}})
     content = (tmp_path / "a.pt").read_bytes()
-    begin = content.index(b"PK\x01\x02")  # of the directory, in which two names are swapped
+    begin = content.index(b"PK\x01\x02")  # swap two names in the zip directory
     swapped = content[begin:].replace(b"data/0", b"data/x").replace(b"data/1", b"data/0")
     (tmp_path / "a.pt").write_bytes(content[:begin] + swapped.replace(b"data/x", b"data/1"))
     with pytest.raises(ValueError, match="damaged or not a checkpoint"):
@@ -332,7 +332,7 @@ def test_f46_a_damaged_checkpoint_says_what_else_there_is(tmp_path):
     shutil.copy(tmp_path / "ckpt.pt", tmp_path / "best.pt")
     with pytest.raises(ValueError, match="these are intact: .*previous/ckpt.pt") as error:
         checkpoint.load(tmp_path / "best.pt")
-    assert str(error.value).count("iteration") == 1  # what is damaged too is not recommended
+    assert str(error.value).count("iteration") == 1  # it recommends no damaged checkpoint
 
 
 @pytest.mark.parametrize("kind", [IndexError, AttributeError, TypeError, AssertionError])
@@ -373,12 +373,12 @@ def without(content, key):
 
 
 def reshaped(content):
-    """Whose last tensor is one element shorter."""
+    """The content with its last tensor one element shorter."""
     name, tensor = list(content.items())[-1]
     return content | {name: tensor[:-1]}
 
 
-WRONG_CONTENT = [  # key, what becomes of it, what sample.py and convert.py say, and train.py
+WRONG_CONTENT = [  # key, change, message of sample.py and convert.py, message of train.py
     ("model", lambda model: {}, "does not fit its own model_config in blocks.0.*and 16 more"),
     ("model", reshaped, "does not fit its own model_config in lm_head.weight"),
     ("model", lambda model: model | {"lm_head.weight": "x"}, "model_config in lm_head.weight"),
@@ -406,7 +406,7 @@ def test_content_that_does_not_fit_is_named_wherever_a_checkpoint_is_read(run, s
     run(*train, "--max_iters=1", "--dtype=float32")
     path = tmp_path / "ckpt.pt"
     good = checkpoint.load(path)
-    run(*resume, "--max_iters=2")  # as float16 after float32: with a new scaler
+    run(*resume, "--max_iters=2")  # float16 after float32: needs a new scaler
     assert checkpoint.load(path)["scaler"]["scale"] == 65536
     named = [f"--out_dir={tmp_path}", "--ckpt=ckpt.pt"]
     others = ["sample.py", *named], ["convert.py", *named, f"--to={tmp_path / 'exported'}"]

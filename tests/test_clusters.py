@@ -1,4 +1,4 @@
-"""Limited file systems, launches of several processes, shared folders, notebooks (F70 to F78)."""
+"""Limited file systems, multi-process launches, shared folders, notebooks (F70 to F78)."""
 
 import json
 import os
@@ -31,7 +31,7 @@ HEADER = """#define _GNU_SOURCE
 #include <unistd.h>
 #include <sys/stat.h>
 """
-SHIMS = {  # file systems that cannot do something: CIFS, some of FUSE, WSL's drives, NFS
+SHIMS = {  # limits of file systems such as CIFS, some FUSE ones, WSL's drives, NFS
     "no fsync on folders": """int fsync(int f) {
         struct stat s; int (*r)(int) = dlsym(RTLD_NEXT, "fsync");
         if (!fstat(f, &s) && S_ISDIR(s.st_mode)) { errno = EINVAL; return -1; } return r(f); }""",
@@ -131,7 +131,7 @@ def test_f71_a_launch_is_told_from_others_without_a_store_too(monkeypatch):
 
 
 def test_f71_processes_of_one_start_meet_however_often_they_were_restarted():
-    """Those of an earlier start have left their keys in the store."""
+    """The store still has the keys of earlier starts."""
     store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     prefixes = []
     for start in range(3):
@@ -143,7 +143,7 @@ def test_f71_processes_of_one_start_meet_however_often_they_were_restarted():
             found[rank] = distributed.meet(own, process)
 
         ranks = [threading.Thread(target=meet, args=(rank,)) for rank in (2, 1, 0)]
-        for thread in ranks:  # the first one comes last: what it finds is of an earlier start
+        for thread in ranks:  # rank 0 comes last, so the others first see keys of an earlier start
             thread.start()
             time.sleep(0.1 * (start > 0))
         for thread in ranks:
@@ -224,7 +224,7 @@ def test_f75_a_schedule_that_does_not_fit_its_run_gets_a_note(change, words):
     assert note is None if words is None else re.search(words, note), note
 
 
-# ---- F76: plots of runs of one name -------------------------------------------------------------
+# ---- F76: plots of runs with the same name ------------------------------------------------------
 
 
 def test_f76_runs_are_told_apart_by_the_shortest_names(run, tmp_path, monkeypatch):
@@ -277,7 +277,7 @@ def test_f77_without_torchrun_the_command_to_use_is_named(monkeypatch, variables
 
 
 def test_f79_the_sbatch_script_trains_resumes_and_requeues(sums, tmp_path):
-    """As the page has it, with SLURM's variables and stand-ins for its commands."""
+    """Runs the script from the docs with SLURM's variables and stubs for its commands."""
     page = (ROOT / "docs" / "several-gpus.md").read_text(encoding="utf-8")
     script = textwrap.dedent(page[page.index("    #!/bin/bash") :].partition("\n\n")[0])
     commands = {
@@ -309,7 +309,7 @@ def test_f79_the_sbatch_script_trains_resumes_and_requeues(sums, tmp_path):
     assert (tmp_path / "requeued").read_text() == "requeue 17\n"
 
 
-# ---- F78: configs as people write them ----------------------------------------------------------
+# ---- F78: configs in the style that people write ------------------------------------------------
 
 
 def test_f78_a_star_import_and_carriage_returns(run, sums, tmp_path):
@@ -359,7 +359,7 @@ def test_f78_a_script_may_be_executed_in_a_notebook(fork, sums, tmp_path):
     assert (tmp_path / "out" / "ckpt.pt").exists()
 
 
-# ---- F79: larger than one machine's memory ------------------------------------------------------
+# ---- F79: models larger than one machine's memory -----------------------------------------------
 
 
 class ZeroLinear(nn.Linear):
@@ -377,7 +377,7 @@ def for_blocks(change):
     return lambda model: [change(block) for block in model.blocks]
 
 
-CHANGES = {  # what a student's GPT.__init__ does, and what fsdp says of it
+CHANGES = {  # a change to GPT.__init__, and the error under fsdp (None: it works)
     "nothing": (lambda model: None, None),
     "layernorm": (lambda model: setattr(model, "final_norm", nn.LayerNorm(16)), None),
     "bias": (for_blocks(lambda b: setattr(b.mlp, "down_proj", nn.Linear(64, 16))), None),
@@ -413,12 +413,12 @@ def test_f79_values_that_fsdp_does_not_know_are_refused_by_name(name):
     class Student(GPT):
         def compute_rope_tables(self):  # in the middle of GPT.__init__
             super().compute_rope_tables()
-            if message is None and not hasattr(self, "draws"):  # layers of other kinds
+            if message is None and not hasattr(self, "draws"):  # change layers
                 change(self)
 
         def init_weights(self):  # at its end
             super().init_weights()
-            if message is not None:  # their values
+            if message is not None:  # change values
                 change(self)
 
     config = GPTConfig(block_size=8, vocab_size=64, n_layer=3, n_head=2, n_embd=16)

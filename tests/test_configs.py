@@ -1,4 +1,4 @@
-"""Every config file loads; every setting is used; the scripts' --help is complete."""
+"""Every config file loads, every setting is used, and the scripts' --help is complete."""
 
 import ast
 
@@ -17,14 +17,14 @@ def test_config_file_loads_and_says_how_to_use_it(path):
     docstring = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8")))
     assert f"config/{path.name}" in docstring
     GPTConfig(**{k: config[k] for k in ("n_layer", "n_head", "n_kv_head", "n_embd", "dropout")})
-    assert config["lr_decay_iters"] == 0  # so that --max_iters alone gives a shorter schedule
+    assert config["lr_decay_iters"] == 0  # so --max_iters alone shortens the schedule too
 
 
 SCRIPTS = ["train.py", "sample.py", "bench.py", "convert.py", "plot.py"]
 
 
 def names_read(source: str) -> set[str]:
-    """Names a script reads, in code or as config["name"]."""
+    """The names that a script reads, as variables or as config["name"]."""
     tree = ast.parse(source)
     names = {n.id for n in ast.walk(tree) if isinstance(n, ast.Name) and type(n.ctx) is ast.Load}
     for node in ast.walk(tree):

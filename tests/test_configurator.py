@@ -56,7 +56,7 @@ def test_f32_int_is_accepted_for_float_and_booleans_in_any_case(settings, tmp_pa
     config = resolve(settings, ["--rate=1", "--fast=false"])
     assert config["rate"] == 1.0 and type(config["rate"]) is float
     file = tmp_path / "c.py"
-    file.write_text("rate = 1\n")  # not text here, but an int
+    file.write_text("rate = 1\n")  # an int here, not a string
     assert type(resolve(settings, [str(file)])["rate"]) is float
     assert config["fast"] is False
     assert resolve(settings, ["--fast=TRUE"])["fast"] is True
@@ -119,7 +119,7 @@ def test_f34_typo_in_a_config_file_names_the_nearest(settings, tmp_path):
 
 def test_f34_naive_exec_ignores_the_typo():
     naive = {"rate": 6e-4}
-    exec("rats = 1e-3", naive)  # what nanoGPT does with a config file
+    exec("rats = 1e-3", naive)  # nanoGPT executes its config files like this
     assert naive["rate"] == 6e-4
 
 
@@ -168,7 +168,7 @@ def test_f39_config_file_with_a_byte_order_mark_or_in_another_encoding(settings,
         (["--steps", "8"], "write --steps=8"),
         (["--steps", "-8"], "write --steps=-8"),
         (["-steps=8"], "write --steps=8"),
-        (["\u2013\u2013steps=8"], "a setting is written --steps=8"),  # an editor's dashes
+        (["\u2013\u2013steps=8"], "a setting is written --steps=8"),  # dashes inserted by an editor
         (["--fast", "False"], "write --fast=False"),
         (["--fast", "0"], "write --fast=False"),
         (["--mode=reduce-overhead"], "did you mean --compile_mode=reduce-overhead"),
@@ -214,7 +214,7 @@ def test_numpys_numbers_are_numbers(settings, tmp_path):
 
 
 def test_a_config_file_is_read_once(settings, tmp_path):
-    """As `train.py <(generate)` is: a pipe has its text only once."""
+    """A pipe such as `train.py <(generate)` can only be read once."""
     read, write = os.pipe()
     os.write(write, b"steps = 7\n")
     os.close(write)
@@ -292,7 +292,7 @@ def test_values_that_cannot_be_meant_are_refused(values, expected, tmp_path, mon
         check_values(values)
     assert str(error.value) == expected
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "resum").mkdir()  # a model's folder may have any name
+    (tmp_path / "resum").mkdir()  # a model folder may have any name
     for accepted in ("resum", "resume", "gpt2", "HuggingFaceTB/SmolLM2-135M"):
         check_values({"init_from": accepted})
     check_values({"learning_rate": 1e-5, "min_lr": 6e-5, "decay_lr": False})
@@ -324,7 +324,7 @@ SCRIPTS = {
 
 @pytest.mark.parametrize("script", sorted(SCRIPTS))
 def test_help_says_how_the_script_is_called(run, script):
-    """With its folder, and with config files only where it takes those of training runs."""
+    """The usage line shows the script's folder, and config files only if it accepts them."""
     usage, *lines = run(script, "--help").splitlines()
     takes = {"plot.py": "[OUT_DIR ...] "}.get(script, "")
     if script in ("train.py", "sample.py", "bench.py"):

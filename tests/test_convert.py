@@ -1,4 +1,4 @@
-"""Hugging Face checkpoints in and out, against transformers itself."""
+"""Import and export of Hugging Face checkpoints, compared with transformers."""
 
 import json
 
@@ -21,7 +21,7 @@ SHAPE = {
 
 
 def theirs(kind="Llama", **changes):
-    """A model of transformers with random weights, and everything else as given."""
+    """A transformers model with random weights; `changes` go to its config."""
     torch.manual_seed(0)
     settings = SHAPE | {"eos_token_id": 0, "bos_token_id": 0, "pad_token_id": None} | changes
     if kind == "Mistral":
@@ -75,7 +75,7 @@ def test_logits_equal_transformers_in_and_out(tmp_path, kind):
 
 
 def test_older_config_files_are_understood(tmp_path):
-    """As on the hub: rope_theta at the top, rope_scaling null, no head_dim."""
+    """Such files exist on the hub: rope_theta at the top, rope_scaling null, no head_dim."""
     model = theirs(rope_parameters={"rope_type": "default", "rope_theta": 5e5})
     model.save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
@@ -136,7 +136,7 @@ def test_a_config_that_is_none_of_theirs_is_one_line(tmp_path, content):
 
 
 def test_a_second_copy_of_the_weights_is_left_alone(tmp_path):
-    """As in Mistral's repositories, under other names."""
+    """Mistral's repositories have one, with different tensor names."""
     theirs().save_pretrained(tmp_path)
     other = {"tok_embeddings.weight": torch.zeros(96, 64)}
     safetensors_torch.save_file(other, tmp_path / "consolidated.safetensors")
@@ -203,7 +203,7 @@ def test_an_export_that_does_not_fit_on_the_disk_is_one_line(run, sums, tmp_path
         patched.setattr(safetensors_torch, "save_file", full)
         with pytest.raises(ValueError, match="cannot write the weights to .*another: .*No space"):
             run(*export)
-    run(*export)  # what is left of it does not stand in the way
+    run(*export)  # the leftovers do not prevent another try
 
 
 def test_an_export_replaces_no_other_model(run, sums, tmp_path):
@@ -251,12 +251,12 @@ def test_tokenizers_travel_to_transformers(tmp_path, kind, gpt2_files):
     assert again.encode(TEXT) == ours.encode(TEXT) and again.decode(again.encode(TEXT)) == TEXT
 
 
-# ---- the whole way ----------------------------------------------------------------------------
+# ---- end to end -------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def foreign(tmp_path):
-    """A folder as from the hub: bfloat16 weights and a tokenizer.json."""
+    """A folder like those on the hub: bfloat16 weights and a tokenizer.json."""
     from steady.tokenizer import write_hf_tokenizer
 
     folder = tmp_path / "foreign"

@@ -1,4 +1,4 @@
-"""dev/corpus.py: a corpus from a package index, here one on this machine."""
+"""dev/corpus.py: a corpus from a package index, here a local one."""
 
 import hashlib
 import http.server
@@ -47,7 +47,7 @@ def wheel():
 
 @pytest.fixture
 def index(tmp_path, monkeypatch):
-    """The list of two packages in an index that this process serves."""
+    """A list of two packages, and a package index that this process serves."""
     files = {"a-1.tar.gz": sdist(), "b-1-py3-none-any.whl": wheel()}
 
     class Index(http.server.BaseHTTPRequestHandler):
@@ -88,11 +88,11 @@ def corpus(run, listed):
 
 def test_a_corpus_comes_from_pinned_packages_without_what_repeats(run, index):
     train, val = corpus(run, index[0])
-    assert train.count(LONG) == 3  # within two other lines, and once by itself
+    assert train.count(LONG) == 3  # inside two other lines, and once on its own
     assert train.count("A paragraph of its own") == 1
     assert "\t\treturn 1" in train and "Of a test" not in train and "\u03b1" not in train
     assert val.startswith("Of a service & more.") and "not taken" not in val
-    assert f"{LONG}\n" not in val  # it has been trained on
+    assert f"{LONG}\n" not in val  # it is in the training split
 
 
 def test_a_package_that_is_another_one_is_refused(run, index):

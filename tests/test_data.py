@@ -1,4 +1,4 @@
-"""The prepare scripts, and the writer they share."""
+"""The prepare scripts and the writer they share."""
 
 import errno
 import gzip
@@ -55,7 +55,7 @@ def test_f37_vocabularies_above_65536_are_written_as_uint32_without_wrapping(tmp
     assert read_meta(tmp_path)["dtype"] == "uint32"
     assert read(tmp_path, "train")[0] == 65536 + ord("a")
     assert TokenFile(tmp_path / "train.bin", 8, 70000, "uint32")
-    assert np.array([65536 + 97]).astype(np.uint16)[0] == 97  # the naive way wraps
+    assert np.array([65536 + 97]).astype(np.uint16)[0] == 97  # a plain cast wraps around
 
 
 def test_a_file_without_spaces_is_not_held_whole(tmp_path, monkeypatch):
@@ -87,7 +87,7 @@ def test_empty_split_is_refused_and_nothing_appears(tmp_path):
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
 def test_a_disk_that_is_full_of_tokens_is_told_as_such():
-    """numpy's own writing has no errno, which leaves a trace in place of a line."""
+    """Errors of numpy's tofile have no errno, so the user would see a traceback."""
     with pytest.raises(OSError) as error, open("/dev/full", "wb", buffering=0) as file:
         TokenWriter(file, ByteTokenizer()).add("a" * 2**21)
     assert error.value.errno == errno.ENOSPC
@@ -126,7 +126,7 @@ def test_shakespeare_char_takes_a_local_copy(fork, tmp_path):
 
 @pytest.mark.parametrize("name", ["shakespeare_char", "shakespeare"])
 def test_download_failure_is_one_line_that_says_what_to_do(fork, tmp_path, name, monkeypatch):
-    monkeypatch.setenv("https_proxy", "http://127.0.0.1:9")  # nobody listens there
+    monkeypatch.setenv("https_proxy", "http://127.0.0.1:9")  # nothing listens there
     code, shown = prepare(fork, f"data/{name}/prepare.py", f"--out={tmp_path}")
     assert code == 1 and shown.count("\n") == 1
     assert shown.startswith("error: cannot download") and "--input=FILE" in shown
@@ -145,12 +145,12 @@ def test_text_takes_files_and_globs(run, tmp_path):
         for name in ("a.txt", "b.txt", "c.md"):
             assert f"text of {name} ü" in train
         assert "c.md" in val and len(val) < len(train) / 5
-    assert read(tmp_path / "byte", "train").count(256) == 3  # one end of text per document
+    assert read(tmp_path / "byte", "train").count(256) == 3  # one end-of-text token per document
 
 
 def test_what_an_earlier_run_has_written_is_no_text(run, tmp_path):
     (tmp_path / "a.txt").write_text("some text\n" * 20, encoding="utf-8")
-    for _ in range(2):  # bytes up to 127 are text, also in a .bin
+    for _ in range(2):  # ASCII is text, even in a .bin
         run("data/text/prepare.py", f"--input={tmp_path}/*", "--tokenizer=byte",
             f"--out={tmp_path}")  # fmt: skip
         assert len(read(tmp_path, "train")) + len(read(tmp_path, "val")) == 202
@@ -235,14 +235,14 @@ def test_bad_rows_are_named_by_file_and_line_and_left_out_if_asked(run, tmp_path
     rows = [json.dumps({"text": f"text {i}"}) for i in range(30)]
     for i, bad in enumerate(BAD_ROWS):
         rows.insert(4 * i + 3, bad)
-    rows.insert(1, "")  # a blank line is none
+    rows.insert(1, "")  # blank lines are skipped
     path = tmp_path / f"a.jsonl{'.gz' if packed else ''}"
     content = ("\n".join(rows) + "\n").encode() + b'{"text": "\xff"}\n'
     path.write_bytes(gzip.compress(content) if packed else content)
     arguments = f"--input={path}", "--tokenizer=byte", f"--out={tmp_path / 'out'}"
     with pytest.raises(ValueError) as error:
         run("data/text/prepare.py", *arguments)
-    assert type(error.value) is UserError  # which is printed without a trace
+    assert type(error.value) is UserError  # printed without a traceback
     first = next(iter(BAD_ROWS.values()))
     assert str(error.value) == f"{path}, line 5: {first} (--skip_bad_rows=True skips such rows)"
     shown = run("data/text/prepare.py", *arguments, "--skip_bad_rows=True")
@@ -279,7 +279,7 @@ def test_broken_files_are_named(run, tmp_path):
     (tmp_path / "d.jsonl.gz").write_bytes(gzip.compress(b'{"text": "a"}\n' * 999)[:-9])
     (tmp_path / "e.parquet").write_bytes(b"not parquet")
     damaged = bytearray(gzip.compress(np.random.default_rng(0).bytes(5000).hex().encode()))
-    damaged[1000:1400] = b"\xff" * 400  # not only a checksum is wrong then
+    damaged[1000:1400] = b"\xff" * 400  # breaks more than the checksum
     (tmp_path / "i.txt.gz").write_bytes(damaged)
     for name in ("c.txt.gz", "d.jsonl.gz", "e.parquet", "i.txt.gz"):
         with pytest.raises(ValueError, match=f"cannot read .*{name}"):
@@ -321,9 +321,9 @@ def test_own_files_in_parts_processes_and_after_interruptions_are_the_same(
     prepare("plain")
     prepare("char", "char")
     assert len(plan()) == 1
-    whole = split_text("".join(texts))  # as if the text were encoded in one piece
+    whole = split_text("".join(texts))  # encoded in one piece
     expected = [*GPT2Tokenizer().encode(whole["train"][0]), 50256]
-    assert contents["plain"][0][-len(expected) - 3 : -3] == expected  # before "shor" and its end
+    assert contents["plain"][0][-len(expected) - 3 : -3] == expected  # before "shor" and an end
 
     monkeypatch.setattr(textfiles, "PART_BYTES", 9000)
     monkeypatch.setattr(textfiles, "READ_BYTES", 700)
@@ -338,7 +338,7 @@ def test_own_files_in_parts_processes_and_after_interruptions_are_the_same(
     prepare("parts")
     with pytest.raises(ValueError, match="no 'body', only text") as error:
         prepare_from_files(tmp_path / "wrong", "gpt2", paths[:1], column="body", num_proc=2)
-    assert error.traceback[-1].path.name == "prepare.py"  # ours, so it is printed in one line
+    assert error.traceback[-1].path.name == "prepare.py"  # our own error, printed as one line
 
     calls, write = [], hub.write_text_shard
 
@@ -415,7 +415,7 @@ def test_a_process_that_is_killed_is_one_line():
 
 @pytest.fixture
 def repository(tmp_path, monkeypatch):
-    """A parquet repository as the hub has them, with a named configuration in its README."""
+    """A parquet repository like those on the hub, with a named configuration in its README."""
     import pyarrow
     import pyarrow.parquet
 
@@ -437,9 +437,9 @@ def repository(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("name", ["openwebtext", "fineweb_edu", "tinystories", "climbmix"])
 def test_f38_hub_data_sets_are_read_as_parquet(run, tmp_path, repository, gpt2_files, name):
-    """Dataset scripts, which `datasets` no longer runs, are not needed."""
+    """No dataset script is needed: `datasets` no longer runs them."""
     default = read_settings(ROOT / "data" / name / "prepare.py")["path"].default
-    assert "/" in default  # nanoGPT's "openwebtext", without an owner, is a script
+    assert "/" in default  # nanoGPT's "openwebtext", with no owner, is a script
     run(f"data/{name}/prepare.py", f"--path={repository}", f"--out={tmp_path / 'out'}",
         "--val_fraction=0.1")  # fmt: skip
     meta = read_meta(tmp_path / "out")
@@ -483,7 +483,7 @@ def test_f68_several_configurations_and_other_splits_have_remedies_that_work(
 def test_processes_streaming_and_interruptions_change_nothing(
     run, tmp_path, repository, monkeypatch
 ):
-    monkeypatch.setattr(hub, "DOCUMENTS_PER_SHARD", 100)  # as many as there are files
+    monkeypatch.setattr(hub, "DOCUMENTS_PER_SHARD", 100)  # the same as documents per file
     contents = {}
 
     def prepare(out, **settings):
@@ -501,7 +501,7 @@ def test_processes_streaming_and_interruptions_change_nothing(
     def interrupted(shard, job):
         calls.append(job[2])
         write(shard, job)
-        if len(calls) == 2:  # before the second shard's record is there
+        if len(calls) == 2:  # before the second shard's record is written
             raise KeyboardInterrupt
 
     monkeypatch.setattr(hub, "write_shard", interrupted)
@@ -512,7 +512,7 @@ def test_processes_streaming_and_interruptions_change_nothing(
     with pytest.raises(ValueError, match="different tokenizer, val_fraction: delete"):
         hub.prepare_from_hub(tmp_path / "restarted", CharTokenizer("ab"), str(repository))
     assert first.stat().st_mtime_ns == written
-    (first.parent / "source.json").write_text("{")  # a full disk cut it short
+    (first.parent / "source.json").write_text("{")  # truncated by a full disk
     prepare("restarted")
     assert calls == [0, 1, 1, 2]  # the first shard was not done again
     assert all(content == contents["plain"] for content in contents.values())
@@ -550,11 +550,11 @@ def test_the_first_tokens_of_a_corpus_can_be_taken(tmp_path, repository, monkeyp
     whole = prepare("whole")
     count = len(whole) // 2
     if num_proc == 2:
-        monkeypatch.setattr(hub, "write_shard", write)  # a lambda cannot be sent to a process
+        monkeypatch.setattr(hub, "write_shard", write)  # the patch cannot be pickled
     read_shards.clear()
     assert prepare("first", max_tokens=count, num_proc=num_proc) == whole[:count]
     assert read_meta(tmp_path / "first")["tokens"]["train"] == count
-    assert num_proc == 2 or read_shards == [0, 1]  # of three
+    assert num_proc == 2 or read_shards == [0, 1]  # two of three shards
     assert prepare("more", max_tokens=10**9) == whole
 
 

@@ -96,7 +96,7 @@ def test_permutation_is_one_and_looks_random():
 
 
 def test_data_order_never_changes(ramp):
-    """Golden: a run resumed with a newer version must see the same data."""
+    """Golden values: a run resumed with a newer version must see the same data."""
     assert loader(ramp).starts(0, 0).tolist() == [926, 510]
 
 
@@ -125,7 +125,7 @@ def test_f23_validation_windows_are_fixed_and_divided_among_processes(ramp):
 
 @pytest.mark.parametrize("batch_size, processes", [(1, 1), (4, 1), (16, 1), (1, 3), (4, 2), (3, 4)])
 def test_f15_an_evaluation_has_the_same_windows_however_it_is_split(ramp, batch_size, processes):
-    """A finer split must not change the loss: what fills batches up does not count."""
+    """A finer split must not change the loss: padding of the last batch does not count."""
     file, found, shares = TokenFile(ramp, 8, 2**16), [], 0.0
     for rank in range(processes):
         place = Process(rank, rank, processes)
@@ -153,7 +153,7 @@ def test_f17_resident_memory_stays_constant(tmp_path):
     naive = np.memmap(path, dtype=np.uint16, mode="r")
     before = resident_mib()
     naive[:: 2**10].sum()
-    assert resident_mib() - before > 200  # the naive map keeps every page it has read
+    assert resident_mib() - before > 200  # a plain memmap keeps every page it has read
     del naive
 
     before = resident_mib()
@@ -270,7 +270,7 @@ BROKEN_META = [
 
 
 def test_f49_metadata_of_every_wrong_shape_is_one_line_that_names_file_and_key(tmp_path):
-    """With "object" the ids were pointers, with the other types they were garbage."""
+    """Before the fix, dtype "object" turned ids into pointers, and other dtypes into garbage."""
     write(tmp_path / "train.bin", [1] * 20)
     for content, message in BROKEN_META:
         (tmp_path / "meta.json").write_text(content)

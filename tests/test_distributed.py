@@ -1,4 +1,4 @@
-"""Several processes on one machine, over gloo: the same numbers, the same files, and faults."""
+"""Several processes on one machine, over gloo: same numbers, same files, and faults."""
 
 import os
 import re
@@ -24,16 +24,16 @@ from steady.optim import build_optimizer, clip_gradients
 from steady.recompute import use_activation_checkpointing
 from steady.runlog import read_metrics
 
-# Five evaluation batches do not divide by two.
+# Five evaluation batches do not divide evenly between two processes.
 SETTINGS = [*TINY, "--gradient_accumulation_steps=4", "--eval_iters=5"]
 ENVIRONMENT = os.environ | {"PYTHONUNBUFFERED": "1"}
 
 
 @pytest.fixture
 def launch(sums, tmp_path_factory):
-    """`launch(2, out, "--key=value")`: train.py as 2 processes; returns their outputs when all
-    have ended. `differing` gives each process arguments of its own; `code` runs before train.py,
-    in its process."""
+    """`launch(2, out, "--key=value")` runs train.py in 2 processes and returns their outputs once
+    all have ended. `differing` has one extra argument per process. `code` runs before train.py, in
+    the same process."""
     running = []
 
     def launch_processes(n, out, *arguments, differing=None, code="", fails=False):
@@ -67,7 +67,7 @@ def launch(sums, tmp_path_factory):
 
 @pytest.fixture
 def torchrun(fork, sums):
-    """Start torchrun with its own options and train.py's. It is forked, what it starts is not."""
+    """Start torchrun with its options and train.py's. It is forked; its workers start fresh."""
     running = []
 
     def start(out, *arguments, options=("--standalone", "--nproc_per_node=2")):
@@ -84,7 +84,7 @@ def torchrun(fork, sums):
 
 
 def workers(process) -> list[int]:
-    """The processes that torchrun has started, by rank."""
+    """The IDs of torchrun's workers, by rank."""
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
     try:
         return [int(pid) for pid in children.read_text().split()]
@@ -97,7 +97,7 @@ def entries(out, key):
 
 
 def run_alone(sums, out, *arguments):
-    """A run of one process, with which all others are compared; returns its folder."""
+    """Run one process, as the reference for all others; returns its folder."""
     command = ["train.py", *SETTINGS, f"--dataset={sums}", f"--out_dir={out}", *arguments]
     process = forked.start(command, ENVIRONMENT, out / "output.txt")
     assert process.wait(100) == 0, (out / "output.txt").read_text()
@@ -144,7 +144,7 @@ distributed.blocks_per_exchange = lambda n_layer, block_params: n_layer
 def test_f21_f23_f26_the_loss_curve_does_not_depend_on_the_processes(
     launch, alone, tmp_path, processes, arguments, code
 ):
-    """Fails if a process's gradient, loss, evaluation or data are its own only."""
+    """Fails if gradients, losses, evaluations or data are not shared between the processes."""
     first, *others = launch(processes, tmp_path, *arguments, code=code)
     assert_same_curve(tmp_path, alone)
     assert "val loss" in first and not any("loss" in shown for shown in others)
@@ -154,7 +154,7 @@ def test_f21_f23_f26_the_loss_curve_does_not_depend_on_the_processes(
 def test_f54_muon_makes_whole_matrices_orthogonal_however_they_are_divided(
     launch, muon_alone, tmp_path, processes, engine
 ):
-    """Fails if a process treats its rows of a matrix as the matrix."""
+    """Fails if a process treats its rows of a matrix as the whole matrix."""
     launch(processes, tmp_path, *MUON, f"--parallel={engine}")
     assert_same_curve(tmp_path, muon_alone)
 
@@ -167,7 +167,7 @@ def test_f22_muons_checkpoints_do_not_know_the_processes(launch, muon_alone, tmp
 
 
 def test_f22_f28_checkpoints_do_not_know_the_processes(launch, alone, run, tmp_path):
-    """2 with FSDP, then 1, then 2 with DDP, then 2 with FSDP: the curve of an undisturbed run."""
+    """2 processes with FSDP, then 1, then 2 with DDP, then 2 with FSDP: the curve of one run."""
     launch(2, tmp_path, "--parallel=fsdp", "--max_iters=3")
     launch(1, tmp_path, "--init_from=resume", "--max_iters=5")
     launch(2, tmp_path, "--init_from=resume", "--max_iters=8")
@@ -214,7 +214,7 @@ def test_f79_every_process_builds_and_saves_its_part(launch, alone, run, tmp_pat
             torch.testing.assert_close(other, value, atol=1e-4, rtol=1e-2)
     size = sum(weight.numel() for weight in expected["model"].values())
     held = [int(line.split()[1]) for line in "".join(shown).splitlines() if "holds" in line]
-    # a block, or what is outside of the blocks; the first one compares models of two layers
+    # one block, or everything outside of the blocks; rank 0 also compares two-layer models
     assert len(held) == 2 * 5 + 3 and sorted(held)[-2] < size / 2
     sizes = [(out / "ckpt.pt").stat().st_size for out in (tmp_path, tmp_path / "one")]
     assert abs(sizes[0] - sizes[1]) < 20_000
@@ -332,7 +332,7 @@ def test_wrong_numbers_of_torchrun_are_named(monkeypatch):
 def test_what_cannot_be_done_is_refused_before_the_processes_meet(
     run, sums, tmp_path, monkeypatch, arguments, answer
 ):
-    """Later, the first one alone would say so, and the others show how they lost it."""
+    """Later, only rank 0 would print the reason, and the others would print lost connections."""
     for name, value in (("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 2)):
         monkeypatch.setenv(name, str(value))
     with pytest.raises(ValueError, match=answer):
@@ -354,7 +354,7 @@ def test_f12_fsdp_with_cuda_graphs_is_refused_and_the_alternatives_named():
     distributed.check(pair._replace(parallel="ddp"), two, cuda_graphs=True)
 
 
-# Python's orderly end waits for threads, and sometimes aborts in one of torch's.
+# Python waits for threads when it exits, and sometimes aborts in one of torch's.
 LONG_THREAD = """
 import threading, time
 threading.Thread(target=time.sleep, args=(1000,)).start()
@@ -397,7 +397,7 @@ def test_f20_mfu_counts_every_process(launch, tmp_path):
     assert entry["mfu"] == pytest.approx(flops / 2e12)
 
 
-# Process 1 runs out of memory with more than one sequence.
+# Rank 1 runs out of memory with more than one sequence.
 ONE_RUNS_OUT = """
 import os, torch
 import model
@@ -416,7 +416,7 @@ def test_f15_one_process_out_of_memory_makes_all_split_further(launch, alone, tm
     assert_same_curve(tmp_path, alone)
 
 
-# What is left of process 1's memory is not enough for a micro-batch of 4.
+# Rank 1 does not have enough memory left for a micro-batch of 4.
 ONE_HAS_LITTLE = """
 import os
 from steady import distributed, hardware
@@ -446,7 +446,7 @@ optim.clip_gradients = failing
 
 
 def test_f79_a_process_that_hangs_ends_the_run_in_minutes(launch, tmp_path):
-    """Here in a second: it hangs until the other one has saved, for half a minute at most."""
+    """Uses a timeout of about a second. Rank 1 hangs until rank 0 has saved, at most for 30 s."""
     code = f"""
 import os, time
 from pathlib import Path
@@ -501,7 +501,7 @@ def test_f21_fsdp_keeps_gathered_weights_where_there_is_room(launch, alone, tmp_
 
 @pytest.fixture
 def divided():
-    """A model of 8 blocks, divided among two processes, of which the other is not there."""
+    """A model of 8 blocks, sharded over two processes, one of which is fake."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     torch.distributed.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
@@ -523,11 +523,11 @@ def test_blocks_are_exchanged_two_at_a_time_and_kept_weights_once(divided):
     assert gathers == [8, 4]  # four pairs of blocks, forward and backward
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # torch's own imports
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # from torch's own imports
 def test_divided_blocks_compile_with_selective_checkpointing(divided, monkeypatch):
-    """torch fails if it is to recompute by its own choice beside ours."""
+    """torch fails if its own recomputation is combined with ours."""
 
-    def graphs_only(function, mode, dynamic):  # to compile kernels too takes 10 s longer
+    def graphs_only(function, mode, dynamic):  # compiling kernels takes 10 s longer
         return torch_compile(function, backend="aot_eager_decomp_partition", dynamic=dynamic)
 
     torch_compile = torch.compile
@@ -557,7 +557,7 @@ class SeesDTensors(TorchDispatchMode):
 
 
 def test_clipping_and_stepping_divided_parameters_is_free_of_dtensors(divided):
-    """Each operation on a DTensor costs the host some 10 microseconds for each of its tensors."""
+    """An operation on DTensors costs about 10 microseconds of host time per tensor."""
     tokens = torch.zeros(1, 8, dtype=torch.int64)
     settings = {"learning_rate": 1e-2, "beta1": 0.9, "beta2": 0.95, "weight_decay": 0.1}
     settings["optimizer"] = "adamw"
@@ -569,7 +569,7 @@ def test_clipping_and_stepping_divided_parameters_is_free_of_dtensors(divided):
         clip_gradients(optimizer, 0.0)
         optimizer.step()
     assert not mode.seen
-    step = 1e-2 * gradient / (gradient.abs() + 1e-8)  # AdamW's first
+    step = 1e-2 * gradient / (gradient.abs() + 1e-8)  # AdamW's first step
     torch.testing.assert_close(parameter.to_local(), before * (1 - 1e-3) - step)
     assert optimizer.state[parameter]["exp_avg"].to_local().abs().sum() > 0
 
@@ -592,7 +592,7 @@ def test_f31_sigterm_to_torchrun_saves_once(torchrun, launch, tmp_path):
 
 def test_f31_a_signal_ends_an_evaluation_on_all_processes(torchrun, tmp_path):
     process = torchrun(tmp_path, "--eval_iters=20000", "--parallel=fsdp")
-    skip_until(process, "settings")  # evaluates before the first iteration
+    skip_until(process, "settings")  # the first evaluation comes next
     time.sleep(0.5)
     process.terminate()
     shown = process.stdout.read()
@@ -608,7 +608,7 @@ wandb_run_name = "ft-" + str(time.time_ns())
 
 
 def test_f71_f73_a_dead_process_ends_the_run_and_a_restart_resumes_it(torchrun, tmp_path):
-    """In the folder that its config named by the first process's clock at the first start."""
+    """The config names out_dir by rank 0's clock, and the restart must find the same folder."""
     (tmp_path / "clock.py").write_text(CLOCK.format(out=str(tmp_path / "runs")))
     process = torchrun(
         "", tmp_path / "clock.py", *LONG,
@@ -617,7 +617,7 @@ def test_f71_f73_a_dead_process_ends_the_run_and_a_restart_resumes_it(torchrun, 
     (saved,) = wait_until(lambda: list(tmp_path.glob("runs/*/ckpt.pt")))
     os.kill(workers(process)[1], signal.SIGKILL)
     seen = max(entries(saved.parent, "iter"))
-    wait_until(lambda: max(entries(saved.parent, "iter"), default=0) > seen + 10)  # it went on
+    wait_until(lambda: max(entries(saved.parent, "iter"), default=0) > seen + 10)  # it resumed
     os.kill(workers(process)[0], signal.SIGKILL)
     began = time.monotonic()
     shown = process.stdout.read()
@@ -626,7 +626,7 @@ def test_f71_f73_a_dead_process_ends_the_run_and_a_restart_resumes_it(torchrun, 
     assert list((tmp_path / "runs").iterdir()) == [saved.parent]
     assert checkpoint.load(saved)["iter_num"] > seen
     iterations = [e["iter"] for e in read_metrics(saved.parent / "metrics.jsonl") if "loss" in e]
-    assert iterations == list(range(len(iterations)))  # one entry each, none missing
+    assert iterations == list(range(len(iterations)))  # exactly one entry per iteration
 
 
 DIES_ONCE = """
@@ -638,7 +638,7 @@ if _os.environ.get("RANK", "0") == "0" and not _os.path.exists("{flag}"):
 
 
 def test_f71_a_restart_takes_no_older_run_for_its_own(torchrun, run, sums, tmp_path):
-    """torchrun's run ID is none by default, and the first worker dies before anything is saved."""
+    """torchrun's default run ID is "none", and the first worker dies before it saves anything."""
     out, config = tmp_path / "out", tmp_path / "config.py"
     run("train.py", *SETTINGS, f"--dataset={sums}", f"--out_dir={out}", "--max_iters=2")
     config.write_text(DIES_ONCE.format(flag=tmp_path / "died"))
@@ -652,7 +652,7 @@ def test_f71_a_restart_takes_no_older_run_for_its_own(torchrun, run, sums, tmp_p
 
 
 def test_two_nodes_train_as_one(torchrun, alone, tmp_path):
-    """The README's lines for two machines, both of them this one."""
+    """Runs the README's commands for two machines, both on this one."""
     port = free_port()
     nodes = [
         torchrun(

@@ -1,4 +1,4 @@
-"""README.md and docs/: their commands, links, figures and the names of tests in them are real."""
+"""Check that the commands, links, figures and test names in README.md and docs/ are real."""
 
 import ast
 import inspect
@@ -29,7 +29,7 @@ TEXTS = [
 
 
 def commands(text: str) -> list[str]:
-    """What a page (or docstring) tells the reader to type: indented lines, and `python ...`."""
+    """The commands in a page or docstring: indented lines, and `python ...`."""
     text = text.replace("\\\n", " ")
     found = re.findall(r"^    ((?:python|torchrun|make) .*)$", text, re.MULTILINE)
     found += [c.replace("\n", " ") for c in re.findall(r"`((?:python|torchrun|make) [^`]+)`", text)]
@@ -45,7 +45,7 @@ def all_commands() -> list[tuple[str, str]]:
 
 
 def settings_of(script: str) -> set[str]:
-    """The settings that a script of ours takes."""
+    """The settings of one of our scripts."""
     source = (ROOT / script).read_text(encoding="utf-8")
     if not re.search(r"configure\(|prepare_hub_dataset\(", source):
         return set()
@@ -58,7 +58,7 @@ def settings_of(script: str) -> set[str]:
 
 
 def check_command(command: str) -> None:
-    """Raises AssertionError for a file, module or flag that does not exist."""
+    """Fails if a file, module or flag does not exist."""
     words = shlex.split(command.split(" | ")[0], comments=True)
     if words[0] == "make":
         makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
@@ -82,7 +82,7 @@ def check_command(command: str) -> None:
 
 
 def check_split(torchrun: list[str], command: list[str]) -> None:
-    """Raises AssertionError if the processes cannot share the micro-batches of an iteration."""
+    """Fails if the processes cannot divide the micro-batches of an iteration."""
     counts = dict(word[2:].split("=") for word in torchrun if "=" in word)
     processes = int(counts.get("nnodes", 1)) * int(counts["nproc_per_node"])
     settings = resolve(read_settings(ROOT / "train.py"), command[1:])
@@ -116,7 +116,7 @@ def test_the_texts_people_search_for_are_found(text):
 
 
 def test_torch_knows_the_torch_logs_that_are_recommended(fork):
-    """It refuses others when it is imported, by this call."""
+    """torch rejects unknown names with this call when it is imported."""
     pages = "".join(page.read_text(encoding="utf-8") for page in PAGES)
     values = sorted(set(re.findall(r"TORCH_LOGS=([\w.+]+)", pages)))
     assert len(values) >= 4
@@ -196,7 +196,7 @@ PROVOKED = {
 
 @pytest.mark.parametrize("text", PROVOKED)
 def test_messages_of_others_are_quoted_as_they_say_them(text, tmp_path):
-    """Those of CUDA are provoked in test_gpu.py, our own where they are tested."""
+    """CUDA's messages are checked in test_gpu.py, and ours in the tests of each feature."""
     assert any(text in page.read_text(encoding="utf-8") for page in PAGES)
     with pytest.raises(Exception) as caught:
         PROVOKED[text](tmp_path)

@@ -1,4 +1,4 @@
-"""What needs no GPU: faked driver layouts, missing compilers, disabling variables."""
+"""Checks without a GPU: fake driver layouts, missing compilers, variables that disable things."""
 
 import contextlib
 import os
@@ -105,7 +105,7 @@ def maps_with(tmp_path, library):
 
 
 def triton_finds(ldconfig: str, variables: dict) -> bool:
-    """Triton's search, as catalogued: its variable, else ldconfig's list, else LD_LIBRARY_PATH."""
+    """Triton's search order: its variable, then ldconfig's list, then LD_LIBRARY_PATH."""
     folders = [variables["TRITON_LIBCUDA_PATH"]] if "TRITON_LIBCUDA_PATH" in variables else []
     if not folders:
         listed = [line.split()[-1] for line in ldconfig.splitlines() if "libcuda.so.1" in line]
@@ -119,7 +119,7 @@ def test_f08_libcuda_is_linked_under_both_names_without_root(tmp_path, monkeypat
     library.parent.mkdir()
     library.write_text("driver")
     ldconfig = "libc.so.6 (libc6,x86-64) => /usr/lib/libc.so.6\n"
-    assert not triton_finds(ldconfig, {})  # the naive run dies: "libcuda.so cannot found"
+    assert not triton_finds(ldconfig, {})  # without the fix: "libcuda.so cannot found"
     monkeypatch.setenv("TRITON_LIBCUDA_PATH", "")
     assert environment.provide_libcuda(maps_with(tmp_path, library)) is None
     folder = Path(os.environ["TRITON_LIBCUDA_PATH"])
@@ -199,7 +199,7 @@ def test_report_runs_without_torch_and_without_a_compiler(tmp_path):
     assert "problem  torch" in found.stdout and "warning  compiler" in found.stdout
     lines = found.stdout.splitlines()
     assert max(map(len, lines)) <= 80 and "\x1b" not in found.stdout
-    assert any(line.startswith(" " * 9) for line in lines)  # a long finding goes on below
+    assert any(line.startswith(" " * 9) for line in lines)  # long findings wrap
 
 
 def test_f08_the_report_finds_libcuda_before_it_tries_kernels(monkeypatch):
@@ -253,7 +253,7 @@ def test_f05_f48_the_messages_that_docs_quote_are_torchs(monkeypatch):
 
 @pytest.fixture
 def graphs(monkeypatch):
-    """A list of what is compiled from here on: as graphs only, since kernels would take seconds."""
+    """Collects the graphs that torch compiles. Kernels are skipped, since they take seconds."""
     compile, compiled = torch.compile, []
 
     def keep(graph, inputs):
@@ -279,7 +279,7 @@ def compiled_model(way, kind="none", **config):
 
 @pytest.mark.parametrize(("way", "pieces"), [("in parts", 3), ("as one", 1), ("sharded", 1)])
 def test_f04_no_code_is_compiled_for_all_shapes(graphs, way, pieces):
-    """It would be slow, and CUDA graphs would be recorded for every shape all the same."""
+    """Dynamic shapes would be slow, and CUDA graphs would still be recorded for every shape."""
     _, function = compiled_model(way)
     for rows in (2, 3, 4):
         tokens = torch.zeros(rows, 8, dtype=torch.int64)
@@ -288,15 +288,15 @@ def test_f04_no_code_is_compiled_for_all_shapes(graphs, way, pieces):
 
 
 def test_compiled_code_on_a_cpu_adds_the_embeddings_gradients_in_one_order():
-    """Compiled, its threads add to rows of the embedding's gradient as they come, so that a resumed
-    run would differ in the last digit: it is not compiled there."""
+    """The embedding stays eager on a CPU: compiled code adds up its gradient in a random order of
+    threads, so a resumed run would differ in the last digit."""
     model, _ = compiled_model("in parts")
     assert model.token_embedding._compiled_call_impl is None
     assert model.blocks[0]._compiled_call_impl and model.final_norm._compiled_call_impl
 
 
 def test_layers_of_torchs_own_are_compiled_too(graphs, monkeypatch):
-    """`nn.Embedding.compile()` compiles nothing. (On a GPU the embedding is one of the parts.)"""
+    """`nn.Embedding.compile()` has no effect. (On a GPU the embedding is one of the parts.)"""
     monkeypatch.setattr(compiling, "compiled_parts", lambda model: [model.token_embedding])
     model, _ = compiled_model("in parts")
     model.token_embedding(torch.zeros(2, 8, dtype=torch.int64))
@@ -325,7 +325,7 @@ def test_f53_code_for_one_part_serves_all(graphs, way, pieces, kind):
     assert len(graphs) == pieces
 
 
-@pytest.mark.skipif(platform.machine() != "x86_64", reason="torch tests compilers for x86 alone")
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="torch only runs compiler tests on x86")
 def test_f53_torch_is_spared_its_tests_of_the_compiler():
     script = (
         "import torch\nfrom steady import compiling\n"
@@ -338,8 +338,8 @@ def test_f53_torch_is_spared_its_tests_of_the_compiler():
     found = subprocess.run(
         [sys.executable, "-c", script], cwd=ROOT, env=clean, capture_output=True, text=True
     )
-    assert "'avx2'" in found.stdout, found.stderr  # one of the kinds that will be used
-    assert "ATen" not in found.stdout  # no program with the vector headers is built
+    assert "'avx2'" in found.stdout, found.stderr  # still among the supported kinds
+    assert "ATen" not in found.stdout  # no test program with vector headers was built
 
 
 def test_f53_a_second_try_forgets_what_the_first_compiled(graphs):

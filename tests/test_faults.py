@@ -1,4 +1,4 @@
-"""Faults around a run: output that cannot be written, errors in mid-run, broken compilers."""
+"""Faults around a run: unwritable output, errors in the middle of it, broken compilers."""
 
 import os
 import signal
@@ -20,7 +20,7 @@ LONG = [*TINY, "--max_iters=1000000"]
 
 @pytest.fixture
 def fork(tmp_path):
-    """`fork(["--key=value"], code)`: train.py in a process that ran `code` first."""
+    """`fork(["--key=value"], code)` runs `code` and then train.py in a forked process."""
     running = []
 
     def start(arguments, code=""):
@@ -37,7 +37,7 @@ def last_step(out):
     return max((e["iter"] for e in read_metrics(out / "metrics.jsonl")), default=-1)
 
 
-# What stdout and stderr are before train.py begins, in a process of its own.
+# Code that sets stdout and stderr before train.py starts.
 STREAMS = {
     "a pipe whose reader has left": "r, w = os.pipe(); os.dup2(w, 1); os.close(r)",
     "both into that pipe": "r, w = os.pipe(); os.dup2(w, 1); os.dup2(w, 2); os.close(r)",
@@ -55,7 +55,7 @@ sys.stderr = sys.__stderr__ = sys.stderr and open(2, "w")
 
 @pytest.mark.parametrize("streams", STREAMS)
 def test_f44_output_that_cannot_be_written_ends_no_run(fork, sums, tmp_path, streams):
-    (tmp_path / "best.pt").touch()  # that it is set aside is the first line to print
+    (tmp_path / "best.pt").touch()  # archiving it prints the first line
     process = fork([*LONG, f"--dataset={sums}"], BEGIN.format(STREAMS[streams]))
     wait_until(lambda: last_step(tmp_path) >= 2 or not process.is_alive())
     assert process.is_alive(), (process.exitcode, (tmp_path / "output.txt").read_text())
@@ -64,11 +64,11 @@ def test_f44_output_that_cannot_be_written_ends_no_run(fork, sums, tmp_path, str
     assert process.exitcode == 0
     assert checkpoint.load(tmp_path / "ckpt.pt")["iter_num"] == last_step(tmp_path) + 1
     on_stderr = (tmp_path / "output.txt").read_text()
-    if "whose" in streams or "full" in streams:  # stderr is still there to say how to go on
+    if "whose" in streams or "full" in streams:  # stderr still works
         assert "stopped at iteration" in on_stderr and "--init_from=resume" in on_stderr
 
 
-# ---- errors in mid-run -------------------------------------------------------------------------
+# ---- errors in the middle of a run -------------------------------------------------------------
 
 FAIL_AT_FIFTH = """
 import torch
@@ -152,7 +152,7 @@ def test_f47_an_error_while_only_evaluating_leaves_the_checkpoint_alone(
     assert (tmp_path / "ckpt.pt").read_bytes() == before
 
 
-# ---- a compiler that is there but broken -------------------------------------------------------
+# ---- a broken compiler -------------------------------------------------------------------------
 
 
 def failing_compiler(monkeypatch, reason="no compiler today"):
@@ -198,7 +198,7 @@ def test_f48_a_cache_folder_that_cannot_be_written_is_replaced(monkeypatch):
     assert os.access(os.environ["TORCHINDUCTOR_CACHE_DIR"], os.W_OK)
 
 
-# ---- more than there is ------------------------------------------------------------------------
+# ---- too little memory -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -217,7 +217,7 @@ def test_f50_samples_beyond_all_memory_are_refused():
             generate.require_room(config, n, 5, new, torch.float32, cpu)
 
 
-# ---- before anything else ----------------------------------------------------------------------
+# ---- before the start --------------------------------------------------------------------------
 
 
 def test_an_old_torch_is_named_before_anything_fails(tmp_path):
@@ -247,7 +247,7 @@ def test_ctrl_c_while_torch_is_imported_leaves_in_silence(tmp_path, script):
 
 
 def test_f44_closed_streams_are_opened(tmp_path):
-    """Else the first file that is opened gets all that is printed."""
+    """Otherwise the first file opened would receive everything that is printed."""
     script = (
         "import steady, sys\nsteady.start_script()\n"
         f"file = open({str(tmp_path / 'file')!r}, 'w')\n"

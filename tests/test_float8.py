@@ -1,5 +1,5 @@
-"""FP8 products: their gradients, which layers have them, and where they are refused. The CPU has
-them too, slowly; what only a GPU shows is in test_gpu.py."""
+"""FP8 matmuls: their gradients, which layers use them, and where they are refused. They also run on
+a CPU, slowly; test_gpu.py has the tests that need a GPU."""
 
 import copy
 import math
@@ -15,8 +15,8 @@ from steady.recompute import use_activation_checkpointing
 
 ADAMW = {"optimizer": "adamw", "learning_rate": 3e-3, "beta1": 0.9, "beta2": 0.95,
          "weight_decay": 0.1}  # fmt: skip
-# Rounding to a format with b bits for the fraction is off by at most 2**-(b + 1) of a value, and
-# evenly spread errors by 1 / sqrt(3) of that. What is multiplied has such an error twice.
+# Rounding to b fraction bits has a relative error of at most 2**-(b + 1). Its RMS is 1 / sqrt(3) of
+# that if errors are uniform. A product has this error twice, once per factor.
 E4M3_ERROR, E5M2_ERROR = 2**-4 / 3**0.5, 2**-3 / 3**0.5
 TOKENS = torch.randint(64, (2, 4, 32), generator=torch.Generator().manual_seed(0))
 
@@ -27,7 +27,7 @@ def small_model(**more):
 
 
 def in_float8(*layers):
-    """A model with these blocks, all of whose linear layers that fit multiply in FP8."""
+    """A model with these blocks, in which all suitable linear layers use FP8."""
     model = torch.nn.Module()
     model.blocks = torch.nn.ModuleList(layers)
     assert float8.replace_layers(model)
@@ -44,7 +44,7 @@ def relative_error(found, exact):
 
 
 def errors_of_a_layer(x, grad, use):
-    """How far output and gradients of one layer are from those in float64, with FP8 or bfloat16."""
+    """Relative errors of a layer's output and gradients against float64, in FP8 or bfloat16."""
     layer = nn.Linear(x.shape[-1], grad.shape[-1], bias=False)
     torch.nn.init.normal_(layer.weight, std=0.02)
     exact_x = x.double().requires_grad_()
@@ -63,7 +63,7 @@ def errors_of_a_layer(x, grad, use):
 
 
 def test_a_layers_gradients_have_the_errors_of_their_formats():
-    """Against float64; bfloat16's errors, 0.2% to 0.3%, are below the formats' of FP8."""
+    """Against float64. bfloat16's errors are 0.2% to 0.3%, below those of the FP8 formats."""
     torch.manual_seed(0)
     x, grad = torch.randn(256, 128), 1e-6 * torch.randn(256, 192)
     bounds = (2**0.5 * E4M3_ERROR, *[(E4M3_ERROR**2 + E5M2_ERROR**2) ** 0.5] * 2)
@@ -74,7 +74,7 @@ def test_a_layers_gradients_have_the_errors_of_their_formats():
 
 
 def test_an_mlps_gradients_have_the_errors_of_its_products():
-    """Against float64: what a gradient has been through adds up, x's three products most of all."""
+    """Against float64. Errors add up in the backward pass: x's gradient passes three matmuls."""
     torch.manual_seed(0)
     mlp = MLP(GPTConfig(n_embd=128, n_head=2, n_hidden=320))
     for std, weight in zip((0.1, 0.02, 0.1), mlp.parameters(), strict=True):
@@ -112,7 +112,7 @@ def test_layers_that_share_an_input_and_one_with_a_bias():
 
 
 def test_outliers_of_ten_thousand_give_no_nan_and_keep_the_rest():
-    """One value takes the scale; what is 20,000 times smaller is rounded away, but nothing else."""
+    """One outlier sets the scale. Only values 20,000 times smaller are rounded away."""
     torch.manual_seed(0)
     x, grad = torch.randn(256, 128), torch.randn(256, 192)
     x[7, 5], grad[9, 3] = 1e4, -1e4
@@ -131,7 +131,7 @@ def mlp_in_float8():
 
 def test_inputs_of_zero_leave_their_gradient_as_it_is():
     errors = errors_of_a_layer(torch.zeros(16, 32), torch.randn(16, 32), use=True)
-    assert errors[1] < 0.2  # of x; the others are 0 / 0 here
+    assert errors[1] < 0.2  # for x; the others are 0 / 0 here
 
 
 @pytest.mark.parametrize("zero", ["x", "grad"])
@@ -148,7 +148,7 @@ def test_zeros_give_zeros(zero):
 
 @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
 def test_a_gradient_that_is_not_finite_is_seen_in_those_of_all_weights(value):
-    """e5m2's conversions may make infinity the largest value: the scale carries it on."""
+    """Conversion to e5m2 may clamp infinity to the largest value, so the scale must carry it."""
     mlp = mlp_in_float8()
     x, grad = torch.randn(2, 2, 16, 32)
     grad[1, 7, 3] = value
@@ -218,7 +218,7 @@ def test_training_in_float8_follows_bfloat16(kind):
 
 @pytest.mark.parametrize("kind", ["none", "selective"])
 def test_f55_no_conversion_is_used_both_as_it_is_and_transposed(kind):
-    """Not in what torch's compiler is given: which of it shares a kernel, only a GPU shows."""
+    """Checks the graphs before fusion. Only a GPU shows which operations share a kernel."""
     from functorch.compile import min_cut_rematerialization_partition
     from torch._dynamo.backends.common import aot_autograd
 

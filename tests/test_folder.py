@@ -21,15 +21,15 @@ def test_f45_a_second_run_in_the_folder_is_refused_and_changes_nothing(
         ValueError, match="another process is writing to .*process .* on .*: stop it"
     ):
         run("train.py", *arguments)
-    assert "val loss" in run("train.py", *arguments, "--eval_only=True")  # it writes nothing
+    assert "val loss" in run("train.py", *arguments, "--eval_only=True")  # which writes nothing
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
     first.kill()
     first.wait()
-    other_run(tmp_path)  # the system has taken the lock back
+    other_run(tmp_path)  # the system has released the lock
 
 
 def test_f45_a_lock_does_not_outlive_its_process_in_one_that_it_started(tmp_path, other_run):
-    """As compiling processes do, for a moment. With flock they would hold it."""
+    """Compilation forks short-lived processes. With flock they would keep the lock."""
     forks = HOLD.replace('print("claimed', 'import os; os.fork() and print("claimed')
     first = subprocess.Popen(
         [sys.executable, "-c", forks, str(tmp_path)],
@@ -52,7 +52,7 @@ def test_f45_a_folder_that_was_moved_or_removed_is_claimed_anew(tmp_path, capsys
     (out / "ckpt.pt").write_text("this run's")
     out.rename(tmp_path / "old") if how == "moved" else shutil.rmtree(out)
     out.mkdir()
-    other = other_run(out)  # one that took its place
+    other = other_run(out)  # takes over the folder
     (out / "ckpt.pt").write_text("the other's")
     with pytest.raises(ValueError, match="another process is writing"):
         folder.hold_lock(out)
@@ -134,7 +134,7 @@ def test_earlier_run_is_moved_aside_not_overwritten(tmp_path, capsys):
     folder.archive_previous_run(tmp_path)
     assert (tmp_path / "previous" / "ckpt.pt").read_text() == "old"
     assert "previous" in capsys.readouterr().out
-    for n in range(2, 12):  # starts by mistake
+    for n in range(2, 12):  # accidental starts
         (tmp_path / "metrics.jsonl").write_text(f"run {n}")
         folder.archive_previous_run(tmp_path)
         assert (tmp_path / f"previous-{n}" / "metrics.jsonl").read_text() == f"run {n}"

@@ -1,6 +1,6 @@
-"""What only a GPU shows: CUDA graphs, the allocator, kernels, memory. `pytest -m gpu`.
+"""Tests that need a GPU: CUDA graphs, the allocator, kernels, memory. `pytest -m gpu`.
 
-Every failure is first made to happen on the naive code, then shown not to happen on ours.
+Each test first reproduces the failure with naive code, then shows that our code does not have it.
 """
 
 import json
@@ -38,10 +38,10 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
 ]
 
-TOLERANCE = 0.01  # of losses in bfloat16 against float32; on a CPU 0.0005, with FSDP 0.0023
-FP8_TOLERANCE = 0.1  # of losses with FP8 against bfloat16: 0.066 on H200s; with old copies 1.6
-FP8_NORM_TOLERANCE = 0.15  # of the first gradients' norms, relative; on a CPU 0.064
-NORM_TOLERANCE = 0.05  # of their gradients' norms, relative; on a CPU 0.016
+TOLERANCE = 0.01  # of bfloat16 losses against float32; 0.0005 on a CPU, 0.0023 with FSDP
+FP8_TOLERANCE = 0.1  # of FP8 losses against bfloat16: 0.066 on H200s; 1.6 with stale copies
+FP8_NORM_TOLERANCE = 0.15  # relative, of the first gradient norms; 0.064 on a CPU
+NORM_TOLERANCE = 0.05  # relative, of gradient norms in bfloat16; 0.016 on a CPU
 
 SMALL = [
     "--batch_size=8",
@@ -51,16 +51,16 @@ SMALL = [
     "--n_head=4",
     "--n_kv_head=2",
     "--n_embd=256",
-    "--learning_rate=3e-4",  # calm: at 1e-3 bfloat16 noise grows to 0.3 on some seeds
+    "--learning_rate=3e-4",  # low: at 1e-3 bfloat16 noise grows to 0.3 for some seeds
     "--warmup_iters=5",
     "--max_iters=30",
-    "--lr_decay_iters=30",  # one schedule, also for runs that end earlier
+    "--lr_decay_iters=30",  # the same schedule for shorter runs
     "--eval_interval=5",
     "--eval_iters=10",
     "--device=cuda",
 ]
 
-# Runs train.py and writes what only its process knows to out_dir/state.json.
+# Runs train.py and writes statistics of its process to out_dir/stateRANK.json.
 WATCHED = """
 import json, os, runpy, sys, torch
 from steady import runlog
@@ -84,7 +84,7 @@ if cap_gib:
     total = torch.cuda.mem_get_info()[1] / 2**30
     torch.cuda.set_per_process_memory_fraction(cap_gib / total)
 sys.argv[:3] = ["train.py"]
-runpy.run_path("train.py", run_name="__main__")  # all processes but the first end there
+runpy.run_path("train.py", run_name="__main__")  # all ranks except 0 exit in here
 from torch._inductor.cudagraph_trees import get_manager
 manager = get_manager(rank, create_if_none_exists=False)
 recorded = next(manager.graph_counter) if manager else 0
@@ -103,13 +103,13 @@ def data(tmp_path_factory):
 
 
 def train(data, out, *arguments, cap_gib=0.0, processes=1, cwd=ROOT, **variables):
-    """Run train.py in processes of its own; its output, losses and the first one's state."""
+    """Run train.py in fresh processes. Returns the output, the losses and rank 0's statistics."""
     out.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-c", WATCHED, str(out), str(cap_gib), *SMALL, f"--dataset={data}"]
     place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()),
              "WORLD_SIZE": str(processes)}  # fmt: skip
     outputs = [open(out / f"output{rank}.txt", "w+") for rank in range(processes)]
-    running = [  # not through pipes: a full one that nobody reads would stop its process
+    running = [  # no pipes: a process blocks when its pipe is full
         subprocess.Popen(
             [*command, f"--out_dir={out}", *arguments],
             cwd=cwd, stdout=outputs[rank], stderr=subprocess.STDOUT, text=True,
@@ -136,8 +136,8 @@ def train(data, out, *arguments, cap_gib=0.0, processes=1, cwd=ROOT, **variables
 
 
 def selected(request, parameter):
-    """What the tests of this session that use the requested fixture have as `parameter`: so that
-    pytest's -k or a test's name runs the cells it needs and no others."""
+    """The values of `parameter` in the selected tests that use the requested fixture, so that -k or
+    a test name only runs the cells it needs."""
     users = [test for test in request.session.items if request.fixturename in test.fixturenames]
     return {test.callspec.params[parameter] for test in users}
 
@@ -155,14 +155,14 @@ CELLS = [
 
 @pytest.fixture(scope="module")
 def reference(data, tmp_path_factory):
-    """One GPU, eager, float32, every step in one piece."""
+    """One GPU, eager, float32, one micro-batch per step."""
     arguments = ["--compile=False", "--dtype=float32", "--batch_size=32"]
     out = tmp_path_factory.mktemp("reference")
     return train(data, out, *arguments, "--gradient_accumulation_steps=1")
 
 
 def train_cell(data, out, mode, checkpointing, *arguments, **options):
-    """What `train` returns, or {"error": output}."""
+    """The result of `train`, or {"error": output}."""
     compiling = "--compile=False" if mode == "off" else f"--compile_mode={mode}"
     arguments = (compiling, f"--activation_checkpointing={checkpointing}", *arguments)
     try:
@@ -173,7 +173,7 @@ def train_cell(data, out, mode, checkpointing, *arguments, **options):
 
 @pytest.fixture(scope="module")
 def matrix(request, data, reference, tmp_path_factory):
-    """Every cell that is asked for, several at a time."""
+    """Runs the requested cells, several at a time."""
     folder = tmp_path_factory.mktemp("matrix")
 
     def run(cell):
@@ -210,7 +210,7 @@ def test_f12_every_combination_trains_like_the_eager_float32_reference(matrix, r
     assert len(found["losses"]) == 30
     assert max(map(abs_difference, found["losses"], reference["losses"])) < TOLERANCE
     assert abs_difference(found["val"][-1], reference["val"][-1]) < TOLERANCE
-    # AdamW and clipping make up for gradients of a wrong size, so losses alone do not show them
+    # AdamW and clipping hide gradients of the wrong scale, so losses alone do not show them
     assert found["norms"] == pytest.approx(reference["norms"], rel=NORM_TOLERANCE)
     assert found["losses"][-1] < found["losses"][0] - 1.0
 
@@ -223,7 +223,7 @@ def test_f03_f04_graphs_are_recorded_once_and_only_where_asked(matrix, cell):
     said = re.search(r"^CUDA graphs: (\d+) recorded, none skipped$", found["shown"], re.MULTILINE)
     assert bool(said) is (cell[0] in compiling.GRAPH_MODES)
     if cell[0] in compiling.GRAPH_MODES:
-        assert 3 <= found["recorded"] <= 8  # forward, backward, evaluation, and their warm-ups
+        assert 3 <= found["recorded"] <= 8  # forward, backward, evaluation and warm-ups
     else:
         assert found["recorded"] == 0
 
@@ -231,24 +231,24 @@ def test_f03_f04_graphs_are_recorded_once_and_only_where_asked(matrix, cell):
 @pytest.mark.xdist_group("matrix")
 @pytest.mark.parametrize("cell", CELLS, ids=lambda cell: "-".join(map(str, cell)))
 def test_f07_nothing_grows_and_nothing_is_recompiled_after_the_first_sample(matrix, cell):
-    """The third is the first that follows a sample, and they all follow one by as many steps. Each
-    sample is longer and has more rows than the one before, so that it would not fit into the
-    blocks that one left."""
+    """The third evaluation is the first one after a sample, and each later one follows a sample by
+    the same number of steps. Each sample is longer and has more rows than the one before, so it
+    does not fit into the memory blocks of that one."""
     third, *later = matrix[cell]["seen"][2:]
     assert len(later) == 4
     reserved = [evaluation["reserved"] for evaluation in (third, *later)]
-    page = 2 * 2**20  # of an expandable segment
-    # what is kept grows with every sample; some cells go up and down by two pages
+    page = 2 * 2**20  # page size of an expandable segment
+    # a leak grows with every sample; some cells fluctuate by two pages
     assert min(reserved[1:]) <= reserved[0] + page, reserved
     assert max(reserved) <= reserved[0] + 2 * page, reserved
     assert {evaluation["graphs"] for evaluation in later} == {third["graphs"]}
 
 
 def directional(model, function, tokens, targets, eps=1e-2):
-    """The slope of the loss along its gradient: by two losses, and as the gradient has it."""
+    """The slope of the loss along its gradient: by finite differences, and the gradient's norm."""
 
     def loss():
-        torch.manual_seed(0)  # the same dropout each time
+        torch.manual_seed(0)  # the same dropout mask each time
         torch.compiler.cudagraph_mark_step_begin()
         return function(tokens, targets)
 
@@ -275,18 +275,18 @@ def directional(model, function, tokens, targets, eps=1e-2):
 @pytest.mark.parametrize("mode", ["off", "default", "reduce-overhead"])
 @pytest.mark.parametrize("kind", ["block", "selective", "naive"])
 def test_f12_dropout_that_is_recomputed_is_the_same(kind, mode, monkeypatch):
-    """Else the gradient would be that of another loss, and a resumed run would differ."""
+    """Otherwise the gradient would belong to another loss, and a resumed run would differ."""
     torch._dynamo.reset()
     torch.manual_seed(0)
     model = GPT(GPTConfig(block_size=128, vocab_size=512, n_layer=4, n_head=4, n_embd=128,
                           dropout=0.3)).cuda()  # fmt: skip
     if kind != "naive":
         use_activation_checkpointing(model, kind)
-    elif mode == "off":  # attention is kept and draws once, the dropout after it twice
+    elif mode == "off":  # attention is not recomputed, but the dropout after it is
         dropout = torch.ops.aten.native_dropout.default
         monkeypatch.setattr(recompute, "KEPT", recompute.KEPT - {dropout})
         use_activation_checkpointing(model, "selective")
-    else:  # attention is recomputed
+    else:  # recomputes attention
         for block in model.blocks:
             block.forward = partial(checkpoint, block.forward, use_reentrant=False)
     function = model if mode == "off" else torch.compile(model, mode=mode, dynamic=False)
@@ -299,11 +299,11 @@ def test_f12_dropout_that_is_recomputed_is_the_same(kind, mode, monkeypatch):
     assert right is (kind != "naive")
 
 
-# ---- F01, F02: what a replay overwrites --------------------------------------------------------
+# ---- F01, F02: tensors that a replay overwrites ------------------------------------------------
 
 
 class Tied(nn.Module):
-    """Small enough to compile fast, with a tied embedding as in the reports."""
+    """Small enough to compile fast, with a tied embedding as in the bug reports."""
 
     def __init__(self):
         super().__init__()
@@ -349,13 +349,13 @@ def test_f01_gradients_survive_accumulation_under_cuda_graphs():
     "remedy", [{"mark": False}, {"mark": True}, {"clone": True}, {"dynamic": True}], ids=str
 )
 def test_f01_naive_accumulation_fails_marked_or_not(remedy):
-    """The remedies that are usually named do not help (docs/failures.md)."""
+    """The usual advice does not help (docs/failures.md)."""
     try:
         errors = accumulate(keep=False, **remedy)
     except RuntimeError as error:
         assert "overwritten" in str(error)
     else:
-        assert max(errors) > 0.1  # or it is silently wrong
+        assert max(errors) > 0.1  # otherwise it is silently wrong
 
 
 def test_f02_a_kept_output_is_overwritten_and_our_own_tensor_is_not():
@@ -414,7 +414,7 @@ def expandable(**variables):
 def test_f06_expandable_segments_are_in_use_and_the_users_choice_is_kept():
     assert expandable() == "True"
     assert expandable(PYTORCH_CUDA_ALLOC_CONF="expandable_segments:False") == "False"
-    assert expandable(naive="1") == "False"  # the misspelt name does nothing
+    assert expandable(naive="1") == "False"  # the misspelled name has no effect
 
 
 # ---- F08: libcuda -----------------------------------------------------------------------------
@@ -446,7 +446,7 @@ def test_f08_tritons_own_search_fails_where_ldconfig_knows_no_driver_and_finds_o
 ):
     from triton.backends.nvidia import driver
 
-    search = getattr(driver.libcuda_dirs, "__wrapped__", driver.libcuda_dirs)  # without its cache
+    search = getattr(driver.libcuda_dirs, "__wrapped__", driver.libcuda_dirs)  # bypass its cache
     for name in ("TRITON_LIBCUDA_PATH", "LD_LIBRARY_PATH"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(subprocess, "check_output", lambda *arguments, **options: b"")
@@ -464,7 +464,7 @@ def test_f08_tritons_own_search_fails_where_ldconfig_knows_no_driver_and_finds_o
 def test_f09_f48_without_a_compiler_plain_torch_takes_the_kernels_place(
     data, tmp_path, broken, optimizer
 ):
-    """A kernel needs a C compiler too, whether the model is compiled or not."""
+    """Triton kernels need a C compiler even if the model is not compiled."""
     compiler = tmp_path / "cc"
     if broken:
         compiler.write_text("#!/bin/sh\nexit 1\n")
@@ -494,7 +494,7 @@ def kernels(function):
 
 @pytest.mark.parametrize("compiled", [False, True])
 def test_f13_a_fused_attention_kernel_runs(compiled):
-    """torch's own choice: cuDNN's or flash attention, never the one that holds all scores."""
+    """torch picks cuDNN or flash attention, never the kernel that stores the whole score matrix."""
     torch._dynamo.reset()
     with torch.device("cuda"):
         model = GPT(GPTConfig(n_layer=1, n_head=4, n_kv_head=2, n_embd=256, block_size=256))
@@ -571,7 +571,7 @@ def test_f41_a_recorded_decoding_step_is_faster(batch_size):
     model = GPT(GPTConfig()).to("cuda", torch.bfloat16).eval()
     prompt = torch.zeros(batch_size, 1, dtype=torch.int64, device="cuda")
     seconds = {}
-    for cuda_graph in (False, True, False, True):  # the first of each warms up
+    for cuda_graph in (False, True, False, True):  # the first run of each is a warm-up
         torch.cuda.synchronize()
         began = time.perf_counter()
         generate(model, prompt, 500, temperature=0.8, top_k=200, cuda_graph=cuda_graph).tolist()
@@ -602,7 +602,7 @@ def test_f14_loss_is_as_close_to_float64_as_full_logits_are(dtype, mode, vocab_s
         return F.cross_entropy(F.linear(h, w), t, ignore_index=-1)
 
     def ours(h, w, t):
-        return linear_cross_entropy(h, w, t, vocab_size * 300)  # chunks with a remainder
+        return linear_cross_entropy(h, w, t, vocab_size * 300)  # the last chunk is smaller
 
     def run(function, h, w, cast=True):
         h, w = h.clone().requires_grad_(), w.clone().requires_grad_()
@@ -624,7 +624,7 @@ def test_f14_loss_is_as_close_to_float64_as_full_logits_are(dtype, mode, vocab_s
 
 @pytest.mark.parametrize("mode", [None, "default"])
 def test_f14_peak_memory_is_that_of_a_chunk_or_two(mode):
-    """All logits would take 3.1 GiB in bfloat16; a chunk takes 0.5, all else 0.3."""
+    """All logits would take 3.1 GiB in bfloat16. A chunk takes 0.5 GiB, everything else 0.3."""
     torch._dynamo.reset()
     rows, vocab_size, width = 2**15, 50304, 256
     hidden = torch.randn(rows, width, device="cuda", requires_grad=True)
@@ -660,7 +660,7 @@ two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two G
 
 @pytest.fixture(scope="module")
 def several(request, data, tmp_path_factory):
-    """Every cell that is asked for, on two GPUs."""
+    """Runs the requested cells on two GPUs each."""
     folder = tmp_path_factory.mktemp("several")
 
     def run(cell):
@@ -676,7 +676,7 @@ def several(request, data, tmp_path_factory):
 
     wanted = selected(request, "cell")
     slowest_first = [cell for cell in SEVERAL[::-1] if cell in wanted]
-    # four cells share a pair: while some are compiled, the others exchange
+    # four cells share a pair of GPUs: some compile while others train
     numbers = map(str, range(torch.cuda.device_count()))
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(numbers)).split(",")
     pairs = queue.SimpleQueue()
@@ -732,7 +732,7 @@ def test_fsdp_keeps_its_share_of_a_model_on_a_gpu(tmp_path):
 
 @two_gpus
 def test_fsdp_exchanges_several_blocks_at_once_and_draws_samples_in_between(data, tmp_path):
-    """Sampling gathers weights without a backward pass that would let go of them again."""
+    """Sampling gathers weights, but has no backward pass that would free them again."""
     assert distributed.blocks_per_exchange(8, 10**6) == 2
     whole = train(data, tmp_path / "whole", "--n_layer=8")
     parts = train(data, tmp_path / "parts", "--n_layer=8", "--parallel=fsdp",
@@ -762,7 +762,7 @@ GPT2 = ["--batch_size=64", "--gradient_accumulation_steps=1", "--block_size=1024
 
 @pytest.fixture(scope="module")
 def capped(request, data, tmp_path_factory):
-    """GPT-2 (124M), batch 64, with all of the GPU, and with the parts of it that are asked for."""
+    """GPT-2 (124M) with batch size 64, on the whole GPU and with the requested memory limits."""
     folder = tmp_path_factory.mktemp("capped")
     jobs = {
         "uncapped": (0.0, []),
@@ -808,7 +808,7 @@ def test_f15_fsdp_finds_what_fits_by_the_estimate(data, tmp_path):
 
 # ---- FP8 --------------------------------------------------------------------------------------
 
-WIDE = ["--n_embd=1024", "--n_head=8", "--n_kv_head=4", "--learning_rate=1e-4"]  # at 3e-4: 0.12
+WIDE = ["--n_embd=1024", "--n_head=8", "--n_kv_head=4", "--learning_rate=1e-4"]  # 0.12 at 3e-4
 FP8_CELLS = [
     ("off", 1, "none", 1),
     ("default", 1, "none", 1),
@@ -826,7 +826,7 @@ def gpus(cell):
 
 @pytest.fixture(scope="module")
 def in_fp8(request, data, tmp_path_factory):
-    """The cells that are asked for; without FP8, as 0 processes, what they are compared with."""
+    """Runs the requested cells, and a bfloat16 reference as the cell with 0 processes."""
     folder = tmp_path_factory.mktemp("fp8")
 
     def run(cell):
@@ -836,7 +836,7 @@ def in_fp8(request, data, tmp_path_factory):
             data, folder / "-".join(map(str, cell)), mode, checkpointing, *WIDE,
             f"--fp8={processes > 0}", f"--gradient_accumulation_steps={accumulation}",
             f"--batch_size={32 // accumulation}", "--sample_interval=10",
-            f"--eval_iters={10 * accumulation}",  # of the batch size: the same sequences
+            f"--eval_iters={10 * accumulation}",  # the same number of sequences
             f"--parallel={parallel}", processes=max(1, processes),
         )  # fmt: skip
 
@@ -860,12 +860,12 @@ def test_fp8_trains_like_bfloat16_however_it_is_compiled_and_split(in_fp8, cell)
     assert "dtype bfloat16 and float8" in found["shown"]
     worst = max(map(abs_difference, found["losses"], reference["losses"]))
     print(f"\n{cell}: worst {worst:.4f}, evaluation {found['val'][-1] - reference['val'][-1]:.4f}")
-    # a step without finite gradients changes nothing, which losses may hide; later norms drift
+    # a skipped step (gradients not finite) may not show in the losses; later norms drift
     assert None not in found["norms"]
     assert found["norms"][:4] == pytest.approx(reference["norms"][:4], rel=FP8_NORM_TOLERANCE)
     assert 0 < worst < FP8_TOLERANCE
     assert found["losses"][-1] < found["losses"][0] - 1.0
-    assert found["val"][0] == pytest.approx(reference["val"][0], abs=5e-3)  # without FP8
+    assert found["val"][0] == pytest.approx(reference["val"][0], abs=5e-3)  # not in FP8
     assert (3 <= found["recorded"] <= 8) is (cell[0] in compiling.GRAPH_MODES)
     assert found["skips"] == 0
 
@@ -883,8 +883,8 @@ def small_model_in_float8(kind):
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
 @pytest.mark.parametrize("kind", ["none", "selective", "block"])
 def test_f52_compiled_fp8_gradients_are_those_of_eager_code(kind, mode):
-    """To within what rounding in e5m2 makes of the last digit of bfloat16 (on a CPU changes of 0.2%
-    in the embeddings make up to 0.19 of difference)."""
+    """The tolerance is wide because e5m2 rounding amplifies differences in bfloat16's last digit:
+    on a CPU, changes of 0.2% in the embeddings lead to differences of up to 0.19."""
     torch._dynamo.reset()
     model, plan = small_model_in_float8(kind), compiling.plan(True, mode, torch.device("cuda"))
     tokens, targets = torch.randint(512, (2, 8, 128), device="cuda")
@@ -923,7 +923,7 @@ def test_f55_fp8_gradients_are_stored_and_transposed_alike(shape, compiled):
 
 
 def places_of_float8(code):
-    """In code that torch's compiler has written: for each FP8 conversion, where its result goes."""
+    """The indices at which generated code stores the result of each FP8 conversion."""
     for kernel in re.findall(r"^def triton_\w+\(.*?^'''", code, re.DOTALL | re.MULTILINE):
         stores = re.findall(r"tl\.store\(\w+ \+ \((.*)\), (\w+), ", kernel)
         for value in re.findall(r"(\w+) = \w+\.to\(tl\.float8", kernel):
@@ -940,14 +940,14 @@ def test_f55_compiled_code_stores_no_fp8_value_in_two_orders(kind):
     compiled = compiling.compile_model(model, replace(plan, mode="default"))
     with config.patch(force_disable_caches=True), torch.autocast("cuda", torch.bfloat16):
         _, codes = utils.run_and_get_code(lambda: compiled(tokens, targets).backward())
-    assert any("_cast_and_transpose_kernel" in code for code in codes)  # backward is among them
+    assert any("_cast_and_transpose_kernel" in code for code in codes)  # includes the backward pass
     places = [found for code in codes for found in places_of_float8(code)]
     assert len(places) > 5 and max(map(len, places)) == 1
 
 
 @pytest.mark.parametrize("tokens, tolerance", [(2**14, 0.06), (2**14 + 16, 0.001)])
 def test_f56_sums_over_many_tokens_keep_what_is_small(tokens, tolerance):
-    """Of values whose mean is half of their deviation; accumulated fast, 2**15 are off by 9%."""
+    """The values have a mean of half their deviation. Fast accumulation of 2**15 is off by 9%."""
     torch.manual_seed(0)
     values = torch.randn((2, 768, tokens), device="cuda") + 0.5
     scale = torch.ones((), device="cuda")
@@ -957,7 +957,7 @@ def test_f56_sums_over_many_tokens_keep_what_is_small(tokens, tolerance):
     assert (found - right).norm() < tolerance * right.norm()
 
 
-# In a process of its own, since the size of cuBLAS's workspace is read once.
+# Runs in a fresh process, since cuBLAS reads its workspace size only once.
 PRODUCTS = """
 import torch
 from torch.profiler import ProfilerActivity, profile
@@ -980,7 +980,7 @@ print(any("memset" in event.name.lower() for event in profiler.events()))
 
 @pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
-    reason="cuBLAS was seen to clear its workspace on Hopper",
+    reason="cuBLAS was only seen to clear its workspace on Hopper",
 )
 def test_products_in_fp8_clear_no_workspace_and_need_none():
     name = "CUBLASLT_WORKSPACE_SIZE"
@@ -996,7 +996,7 @@ def test_products_in_fp8_clear_no_workspace_and_need_none():
 
 
 def test_f53_what_does_not_compile_does_not_import_the_compiler():
-    """It takes three seconds; sample.py and `--help` need none. (torch.library.triton_op does.)"""
+    """It takes 3 s, and sample.py and `--help` do not need it. (torch.library.triton_op does.)"""
     code = "import sys, model, convert; print([m for m in sys.modules if m == 'torch._inductor'])"
     found = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert found.stdout == "[]\n", found.stderr
@@ -1033,7 +1033,7 @@ def test_profile_can_be_opened(data, tmp_path):
     assert any(event.get("cat") == "kernel" for event in trace["traceEvents"])
 
 
-# ---- a student's edits -------------------------------------------------------------------------
+# ---- edits by a student ------------------------------------------------------------------------
 
 STUDENTS = [
     "each_block_twice", "blocks_know_their_place", "a_learned_scalar", "experts_in_one_tensor",
@@ -1075,7 +1075,7 @@ def test_a_students_edit_trains_alike_compiled_and_with_cuda_graphs(students, na
         print(f"\n{name}, {mode}: worst {worst:.4f}, graphs {found['recorded']}")
         assert "not compiled" not in found["shown"], found["shown"][:2000]
         assert len(found["losses"]) == 8
-        # where the student's code counts its calls, the trial step counts too
+        # this edit counts its calls, and the trial step counts too
         assert worst < TOLERANCE or name == "a_layer_used_in_some_steps"
 
 

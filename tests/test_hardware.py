@@ -1,4 +1,4 @@
-"""What to compute on and how, as far as CPUs show it."""
+"""The choice of device, dtype and kernels, as far as it can be tested on a CPU."""
 
 import os
 import platform
@@ -33,11 +33,11 @@ def test_device_and_dtype_are_chosen_and_can_be_overridden(monkeypatch):
     ("flags", "width", "times", "dtype"),
     [
         ("avx512f amx_bf16", 128, (3.5, 0.9), "bfloat16"),
-        ("avx512f amx_bf16", 64, (3.5, 0.9), "float32"),  # too narrow to gain
-        ("avx512f amx_bf16", 128, (3.5, 3.0), "float32"),  # the units are there, but not used
+        ("avx512f amx_bf16", 64, (3.5, 0.9), "float32"),  # too narrow to be faster
+        ("avx512f amx_bf16", 128, (3.5, 3.0), "float32"),  # torch does not use the units
         ("avx512f avx512_bf16", 128, (1.3, 0.62), "bfloat16"),  # AMD
         ("avx512f avx512_bf16", 128, (1.3, 1.5), "float32"),  # Intel
-        ("avx512f", 128, (3.5, 0.9), "float32"),  # no instructions for it
+        ("avx512f", 128, (3.5, 0.9), "float32"),  # no bfloat16 instructions
         (None, 128, (3.5, 0.9), "float32"),  # not Linux
     ],
 )
@@ -63,7 +63,7 @@ def test_bfloat16_must_be_faster_than_float32_at_its_best(monkeypatch, tmp_path)
     monkeypatch.setattr(hardware, "products_are_exact", lambda: True)
     clock = [0.0]
 
-    def mm(a, b):  # MKL takes twice as long as oneDNN, whose bfloat16 gains nothing
+    def mm(a, b):  # MKL takes twice as long as oneDNN, and bfloat16 is no faster
         mkl = torch.get_float32_matmul_precision() == "highest" and a.dtype == torch.float32
         clock[0] += 2.0 if mkl else 1.0
 
@@ -123,9 +123,9 @@ def test_freed_memory_is_kept_from_step_to_step():
     )
     found = subprocess.run(
         [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True,
-        env=os.environ | {"MALLOC_TRIM_THRESHOLD_": "131072"},  # else glibc adapts, by chance
+        env=os.environ | {"MALLOC_TRIM_THRESHOLD_": "131072"},  # or glibc adapts it unpredictably
     )  # fmt: skip
-    given_back, kept = map(int, found.stdout.split())  # pages faulted in, per step
+    given_back, kept = map(int, found.stdout.split())  # page faults per step
     assert given_back > 300 and kept < given_back / 20, found.stdout
 
 
@@ -176,7 +176,7 @@ def test_rounded_products_are_found_out(monkeypatch):
 
 def test_a_model_trained_through_onednn_keeps_float32s_accuracy():
     if not hardware.use_onednn(CPU, torch.float32, 128, 64):
-        pytest.skip("not a processor for it")
+        pytest.skip("oneDNN is not used on this CPU")
     tokens = torch.randint(64, (2, 12, 64))
     found = {}
     for dtype in (torch.float32, torch.float64):

@@ -1,4 +1,4 @@
-"""Files of strangers, and files of one's own that must not be lost (F82 to F88)."""
+"""Untrusted files, and files of the user that must not be lost (F82 to F88)."""
 
 import json
 import os
@@ -19,7 +19,7 @@ ESCAPE = "\x1b]0;owned\x07\x1b[2J"
 
 
 def content(**changes):
-    """What best.pt holds of a tiny model."""
+    """The content of a tiny model's best.pt."""
     config = GPTConfig(block_size=16, vocab_size=64, n_layer=1, n_head=2, n_embd=32)
     return {
         "model": dict(GPT(config).state_dict()), "model_config": config.settings(), "config": {},
@@ -28,7 +28,7 @@ def content(**changes):
 
 
 def save(path, saved):
-    """As checkpoint.save, without its checks."""
+    """Like checkpoint.save, but without its checks."""
     path.parent.mkdir(parents=True, exist_ok=True)
     torch.save({"format": checkpoint.FORMAT} | saved, path)
 
@@ -44,14 +44,14 @@ def config(**changes):
 
 
 def nested(depth=40):
-    """A few bytes in a file; 2**40 lists to show."""
+    """A few bytes in a file, but 2**40 lists when printed."""
     value = []
     for _ in range(depth):
         value = [value, value]
     return value
 
 
-FAULTS = {  # F84 and F86: each with what the message says
+FAULTS = {  # F84 and F86: content, and its error message
     "block_size": (lambda: config(block_size=2**25), "block_size=33554432 is too large"),
     "vocab_size": (lambda: config(vocab_size=2**31), "does not fit its own model_config in"),
     "n_layer": (lambda: config(n_layer=10**4), "n_layer=10000, but the file has 12 weights"),
@@ -115,7 +115,7 @@ def test_f86_state_of_another_kind_is_one_line(run, sums, tmp_path, key, value, 
     arguments = [*TINY, f"--dataset={sums}", f"--out_dir={tmp_path}", "--max_iters=1"]
     run("train.py", *arguments)
     saved = checkpoint.load(tmp_path / "ckpt.pt")
-    (tmp_path / "ckpt.pt").unlink()  # which is mapped
+    (tmp_path / "ckpt.pt").unlink()  # the old file is memory-mapped
     torch.save(saved | {key: value}, tmp_path / "ckpt.pt")
     with pytest.raises(ValueError, match=message):
         run("train.py", *arguments, "--init_from=resume")
@@ -153,7 +153,7 @@ def test_f84_more_vocabulary_than_the_tokenizer_has_is_refused(tmp_path):
 
 @pytest.fixture
 def notes(tmp_path):
-    """A user's file outside the folder that a stranger sent."""
+    """A file of the user's outside of the untrusted folder."""
     path = tmp_path / "notes.txt"
     path.write_text("mine")
     return path
@@ -248,7 +248,7 @@ def test_f83_an_export_replaces_no_file_of_another(run, tmp_path, name):
         run(*arguments)
     assert (tmp_path / "to" / name).read_text() == "mine"
     (tmp_path / "to" / name).unlink()
-    for _ in range(2):  # its own, it replaces
+    for _ in range(2):  # it may replace its own files
         run(*arguments)
 
 
@@ -288,7 +288,7 @@ def test_f83_pictures_of_others_stay(run, tmp_path, kind):
     entry = {"iter": 0, "loss": 1.0, "lr": 1e-3, "ms": 1.0, "tokens_per_s": 1.0}
     (tmp_path / "metrics.jsonl").write_text(json.dumps(entry) + "\n")
     picture = tmp_path / f"a.{kind}"
-    for _ in range(2):  # over its own
+    for _ in range(2):  # it may replace its own
         run("plot.py", str(tmp_path), f"--png={picture}")
     picture.write_bytes(b"my thesis")
     with pytest.raises(ValueError, match="exists and was not made by plot.py"):
@@ -340,7 +340,7 @@ def test_f85_samples_are_shown_on_a_terminal_without_control_characters(
     saved = content(tokenizer=CharTokenizer("ab\x1b\n").meta())
     for tensor in saved["model"].values():
         tensor.zero_()
-    saved["model"]["lm_head.weight"][2] = 1  # it would say \x1b if asked for the likeliest
+    saved["model"]["lm_head.weight"][2] = 1  # \x1b becomes the likeliest token
     save(tmp_path / "best.pt", saved)
     monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal, raising=False)
     shown = run("sample.py", f"--out_dir={tmp_path}", "--start=a\x1bb", "--num_samples=1",
@@ -354,7 +354,7 @@ def test_f85_line_feeds_and_letters_of_all_scripts_stay():
     assert visible(text) == "naïve 你好 🙂\n\ttab\\r" and visible("plain") == "plain"
 
 
-# ---- F87: what is no regular file ---------------------------------------------------------------
+# ---- F87: files that are not regular ------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", ["pipe", "folder", "device"])
@@ -400,13 +400,13 @@ def test_f87_no_pipe_of_a_folder_is_waited_for(run, sums, tmp_path, name):
     elif path.parent != out:
         command = [*train, f"--out_dir={tmp_path / 'new'}", f"--init_from={tmp_path / 'to'}"]
     if name in ("best.pt", "before_decay.pt"):
-        run(*command)  # it is not ours
+        run(*command)  # ignored: the run did not write it
         return
     with pytest.raises(ValueError, match="not a file"):
         run(*command)
 
 
-# ---- F88: silence -------------------------------------------------------------------------------
+# ---- F88: long silent waits ---------------------------------------------------------------------
 
 
 def test_f88_what_takes_long_shows_progress_and_the_time_that_remains(capsys, monkeypatch):
@@ -448,7 +448,7 @@ def test_f88_evaluations_saves_and_checks_are_waited_for_with_progress(
                  "verifying train.bin"):  # fmt: skip
         assert what in names
     assert ("evaluating val_loss", 7) in seen
-    assert dict(seen)["saving ckpt.pt"] > 30  # tensors
+    assert dict(seen)["saving ckpt.pt"] > 30  # one per tensor
     assert (
         f"saved {tmp_path / 'ckpt.pt'}: {(tmp_path / 'ckpt.pt').stat().st_size / 1e6:.1f} MB in"
         in shown

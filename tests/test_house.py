@@ -1,4 +1,4 @@
-"""The structure of the project, read from its sources: who imports whom, how long files are."""
+"""The structure of the sources: the import graph and the length of files."""
 
 import ast
 import re
@@ -15,8 +15,7 @@ MODULES = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path
 
 
 def imports(path: Path) -> set[str]:
-    """The project's modules that a file imports, wherever in the file that stands; also those that
-    only type checkers see."""
+    """The project's modules that a file imports anywhere, including imports for type checkers."""
     tree, found = ast.parse(path.read_text(encoding="utf-8")), set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -35,7 +34,7 @@ def test_nothing_in_steady_imports_a_script():
 
 def test_imports_run_one_way():
     order = TopologicalSorter({name: imports(path) for name, path in MODULES.items()})
-    order.prepare()  # raises CycleError, which names the circle
+    order.prepare()  # raises a CycleError that names the cycle
 
 
 def test_a_circle_and_an_import_upwards_would_be_found(tmp_path):
@@ -48,7 +47,7 @@ def test_a_circle_and_an_import_upwards_would_be_found(tmp_path):
 
 
 def test_the_model_needs_little_and_changes_nothing_global():
-    """A student reads model.py, and all that it loads, in one sitting."""
+    """A student should be able to read model.py and its imports in one sitting."""
     code = """
 import gc, os, signal, sys
 import torch, torch._dynamo, torch._functorch.config, torch.utils.checkpoint
@@ -83,7 +82,7 @@ def test_only_one_module_asks_how_processes_share_the_work():
 
 
 def test_every_fix_can_still_be_switched_off():
-    """dev/switch_off.py replaces pieces of these sources: keep its list in step with them."""
+    """dev/switch_off.txt quotes the sources: update its texts when you change them."""
     script = runpy.run_path(str(ROOT / "dev" / "switch_off.py"))
     fixes = script["read_fixes"](ROOT / "dev" / "switch_off.txt")
     assert {fix.row for fix in fixes} >= {f"F{number:02}" for number in (*range(1, 44), 53, 54)}

@@ -25,7 +25,7 @@ def loss_and_gradients(function, hidden, weight, targets):
     return loss.detach(), hidden.grad, weight.grad
 
 
-@pytest.mark.parametrize("chunk_elements", [1, 7 * 3, 7 * 5, 10**6])  # odd remainders, one chunk
+@pytest.mark.parametrize("chunk_elements", [1, 7 * 3, 7 * 5, 10**6])  # uneven chunks, one chunk
 @pytest.mark.parametrize("ignored", [(), (0, 4, 12), range(5)])
 def test_f14_equals_full_logits_in_float64(chunk_elements, ignored):
     case = inputs(13, 4, 7, torch.float64, ignored)
@@ -35,7 +35,7 @@ def test_f14_equals_full_logits_in_float64(chunk_elements, ignored):
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-14)
 
 
-@pytest.mark.parametrize("ignored", [-1, -100])  # -100: F.cross_entropy's own, and Hugging Face's
+@pytest.mark.parametrize("ignored", [-1, -100])  # -100: F.cross_entropy and Hugging Face
 def test_f89_negative_targets_do_not_count(ignored):
     hidden, weight, targets = inputs(13, 4, 7, torch.float64, (0, 4, 12))
     expected = loss_and_gradients(full, hidden, weight, targets)
@@ -87,7 +87,7 @@ def test_loss_is_the_same_without_gradients():
 
 
 def test_float16_with_scaling_keeps_small_gradients():
-    """Dividing by the number of targets before GradScaler's factor would underflow."""
+    """Dividing by the number of targets before GradScaler scales the loss would underflow."""
     hidden, weight, targets = inputs(4096, 8, 16, torch.float32)
     exact = loss_and_gradients(full, hidden.double(), weight.double(), targets)[2]
     with torch.autocast("cpu", torch.float16):
@@ -97,7 +97,7 @@ def test_float16_with_scaling_keeps_small_gradients():
 
 
 def test_f14_largest_tensor_is_one_chunk():
-    """Peak memory, seen through every tensor that an operation makes."""
+    """Checks peak memory by the largest tensor that any operation returns."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
     class Largest(TorchDispatchMode):

@@ -32,7 +32,7 @@ def test_splits_halve_and_divide_the_batch_then_checkpoint():
 
 
 def runs_out_above(size, message="CUDA out of memory."):
-    """A trial step that needs too much memory with more than `size` sequences."""
+    """A trial step that runs out of memory with more than `size` sequences."""
 
     def trial(batch_size, checkpointing):
         trial.tried.append(batch_size)
@@ -52,9 +52,9 @@ def test_the_first_split_that_fits_is_taken_and_processes_agree(monkeypatch):
     assert "out of memory: going on with --batch_size=2 --gradient_accumulation_steps=4 " in (
         found.report
     )
-    assert "--eval_iters=8," in found.report  # as many sequences
+    assert "--eval_iters=8," in found.report  # the same number of sequences
     assert "--batch_size=1 --gradient_accumulation_steps=8" in found.flags_for_less
-    answers = iter([True, False, False])  # another process runs out where this one does not
+    answers = iter([True, False, False])  # another process runs out of memory, this one does not
     monkeypatch.setattr(distributed, "any_process", lambda failed: next(answers))
     assert fit_alone(runs_out_above(8), 2).batch_size == 1
 
@@ -97,7 +97,7 @@ def test_f57_an_error_in_compiled_code_is_raised_by_the_same_step_uncompiled():
 
 @pytest.mark.parametrize(
     ("sizes", "batch_size", "kind", "measured"),
-    [  # on H200s in bfloat16; see dev/LOG.md
+    [  # measured on H200s in bfloat16 (dev/LOG.md)
         ({}, 32, "none", 11.72),
         ({}, 64, "none", 21.34),
         ({"n_layer": 48, "n_embd": 1600}, 8, "none", 39.85),

@@ -59,7 +59,7 @@ def test_logits_and_gradients_equal_transformers_llama(
     )
     renamed = {name: to_llama(name) for name in model.state_dict()}
     with torch.no_grad():
-        for p in model.parameters():  # norms too must not all be one
+        for p in model.parameters():  # norm weights must not all be 1
             p.add_(0.1 * torch.randn_like(p))
     reference.load_state_dict({renamed[k]: v for k, v in model.state_dict().items()})
 
@@ -105,7 +105,7 @@ def test_gqa_equals_attention_with_repeated_heads():
 
 @pytest.mark.parametrize(("length", "fused"), [(16, False), (520, True)])
 def test_short_contexts_on_a_cpu_attend_step_by_step(length, fused):
-    """The fused kernel takes up to five times as long in bfloat16."""
+    """In bfloat16 the fused kernel takes up to five times as long."""
     from torch.profiler import profile
 
     from steady.hardware import use_onednn
@@ -122,7 +122,7 @@ def test_short_contexts_on_a_cpu_attend_step_by_step(length, fused):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("weight_dtype", [None, torch.float32])
 def test_rms_norm_rounds_only_its_result(dtype, weight_dtype):
-    """Fails if squares (that overflow float16) or their sum are of 16 bits."""
+    """Fails if the squares, which overflow float16, or their sum are 16-bit."""
     torch.manual_seed(0)
     norm = RMSNorm(1000, 1e-5)
     torch.nn.init.normal_(norm.weight)
@@ -140,7 +140,7 @@ def test_qk_norm_normalises_every_head():
     tokens = tokens_for(plain)
     with torch.no_grad():
         before = normed(tokens)
-        for block in normed.blocks:  # the scale of queries and keys must not matter any more
+        for block in normed.blocks:  # the scale of queries and keys must not matter
             block.attention.q_proj.weight *= 3
             block.attention.k_proj.weight *= 5
     torch.testing.assert_close(normed(tokens), before, rtol=1e-3, atol=1e-4)
@@ -181,9 +181,9 @@ def test_f18_rope_keeps_the_dtype_and_computes_in_float32(dtype):
     turned = apply_rope(x, cos, sin)
     assert turned.dtype == dtype
     exact = apply_rope(x.double().float(), cos, sin)
-    assert torch.equal(turned, exact.to(dtype))  # rounded once, at the end
+    assert torch.equal(turned, exact.to(dtype))  # rounded only once, at the end
     naive = x * cos + x.roll(4, dims=-1) * sin
-    assert naive.dtype == torch.float32  # what the naive formula makes of bfloat16
+    assert naive.dtype == torch.float32  # the plain formula turns bfloat16 into this
 
 
 def test_f18_tables_stay_float32_in_a_model_cast_to_bfloat16():
@@ -278,7 +278,7 @@ def test_f41_cache_takes_several_tokens_at_a_time():
 
 
 def test_f07_a_samples_cache_is_freed_when_it_is_drawn(monkeypatch):
-    """Not when the garbage collector comes by: until then its memory would be missing."""
+    """Immediately, not by the garbage collector: until then its memory would be unavailable."""
     caches = []
 
     class Watched(KVCache):
@@ -299,7 +299,7 @@ def test_f07_a_samples_cache_is_freed_when_it_is_drawn(monkeypatch):
 
 @torch.no_grad()
 def test_f89_a_model_that_a_cache_does_not_serve_samples_without_one(monkeypatch, capsys):
-    """An edit of the attention that was made in model.py alone, such as ALiBi."""
+    """Covers edits of the attention in model.py alone, such as ALiBi."""
     model = tiny().eval()
     monkeypatch.setattr(generation.LayerCache, "attend", lambda self, q, k, v: torch.zeros_like(q))
     tokens = expected = tokens_for(model, length=3)
@@ -327,7 +327,7 @@ def test_f41_a_decoding_step_is_compiled_once():
 
 @torch.no_grad()
 def test_f41_a_decoding_step_is_few_operations():
-    """Each is a kernel, and for one token a kernel's time is its launch, whatever it computes."""
+    """Each operation is a kernel, and for one token the launch takes longer than the work."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
     class Count(TorchDispatchMode):
@@ -344,7 +344,7 @@ def test_f41_a_decoding_step_is_few_operations():
         with Count() as count:
             model(torch.zeros(1, 1, dtype=torch.int64), cache=cache)
         counts.append(count.operations)
-    assert counts[1] - counts[0] <= 48  # each RMSNorm counts as 8, as it does on a CPU
+    assert counts[1] - counts[0] <= 48  # an RMSNorm counts as 8 on a CPU
 
 
 def test_f41_cached_attention_takes_any_layout_its_kernel_returns(monkeypatch):
@@ -362,7 +362,7 @@ def test_f41_cached_attention_takes_any_layout_its_kernel_returns(monkeypatch):
 
 
 def greedy(model, tokens, n):
-    """Greedy continuation without a cache, with generate's rule for a full context."""
+    """Greedy decoding without a cache, with generate's rule for a full context."""
     size = model.config.block_size
     start = max(0, tokens.shape[1] - size)
     for _ in range(n):
@@ -451,7 +451,7 @@ def test_f43_draw_limits():
     assert set(draw(logits, top_k=99).tolist()) == {0, 1, 2, 3}
     assert set(draw(logits, top_k=2).tolist()) == {0, 1}
     assert set(draw(logits, top_k=1).tolist()) == {0}
-    assert set(draw(logits, top_p=0.5).tolist()) == {0}  # the first has 0.64
+    assert set(draw(logits, top_p=0.5).tolist()) == {0}  # the first token has 0.64
     assert set(draw(logits, top_p=0.7).tolist()) == {0, 1}
     assert set(draw(logits, top_p=1e-9).tolist()) == {0}
     assert set(draw(logits, top_p=1e-300).tolist()) == {0}  # 0 in float32
@@ -505,7 +505,7 @@ def test_activation_checkpointing_changes_no_number(kind):
     tokens, targets = tokens_for(model), tokens_for(model).flip(0)
 
     def loss_and_gradients():
-        torch.manual_seed(3)  # the same dropout, also when it is drawn again in backward
+        torch.manual_seed(3)  # the same dropout, also in recomputation
         model.zero_grad()
         loss = model(tokens, targets)
         loss.backward()
@@ -523,7 +523,7 @@ def test_activation_checkpointing_changes_no_number(kind):
      ("selective", "sharded"), ("block", "in parts")],
 )  # fmt: skip
 def test_f52_compiled_code_computes_the_same_gradients(kind, way, monkeypatch):
-    """Of every kind that we offer. (Kernels, which take long to compile, run in the GPU tests.)"""
+    """For every kind of checkpointing. (Kernels compile slowly, so the GPU tests cover them.)"""
     options = {"backend": "aot_eager_decomp_partition", "fullgraph": True}
     compile = torch.compile
     monkeypatch.setattr(torch, "compile", lambda f, mode, dynamic: compile(f, **options))

@@ -88,7 +88,7 @@ def test_a_gradient_that_is_not_finite_never_reaches_the_weights(monkeypatch, ig
     for gradient, moved in ((float("nan"), False), (float("inf"), False), (1.0, True)):
         layer = nn.Linear(2, 2)
         optimizer = adamw(layer, weight_decay=0.1)
-        for value in (1.0, gradient):  # what the first one leaves in the moments moves weights too
+        for value in (1.0, gradient):  # moments of the first step move weights too
             before = layer.weight.detach().clone()
             for p in layer.parameters():
                 p.grad = torch.full_like(p, value)
@@ -108,7 +108,7 @@ def test_clipping_in_the_step_equals_clipping_before_it(monkeypatch, limit, scal
         layer = nn.Linear(8, 8)
         optimizer = adamw(layer)
         scaler = torch.amp.GradScaler("cpu", enabled=scaled)
-        for factor in (1.0, 100.0, 0.1):  # moments remember by how much each was clipped
+        for factor in (1.0, 100.0, 0.1):  # moments depend on how much each step was clipped
             scaler.scale(factor * layer(torch.ones(1, 8)).square().sum()).backward()
             scaler.unscale_(optimizer)
             if in_step:
@@ -196,7 +196,7 @@ def test_orthogonal_matrices_have_the_directions_of_the_svd(shape):
 
 
 def test_singular_values_stay_bounded_however_bfloat16_rounds():
-    """Polynomials for values of at most 1 exactly make some of them 9 here."""
+    """Polynomials without a margin above 1 turn some of these values into 9."""
     torch.manual_seed(0)
     normal = torch.randn(400, 16, 16)
     heavy_tailed = normal * torch.randn(400, 16, 1).exp() * torch.randn(400, 1, 16).exp()
@@ -206,7 +206,7 @@ def test_singular_values_stay_bounded_however_bfloat16_rounds():
 
 
 def test_a_row_that_stays_zero_stays_finite():
-    """Its running mean square comes to zero where denormal numbers are taken for it, as on GPUs."""
+    """Its running mean square becomes zero where denormals are flushed to zero, as on GPUs."""
     torch.set_flush_denormal(True)
     try:
         mean_square, one = torch.full((1, 2, 1), 1e-37), torch.ones(())
@@ -219,9 +219,9 @@ def test_a_row_that_stays_zero_stays_finite():
 
 
 def test_updates_are_those_of_torchs_muon(monkeypatch):
-    """With its coefficients, in float32, rows left as they are, and each head of queries, keys and
-    values a matrix of its own: within 1e-5."""
-    monkeypatch.setattr(torch.Tensor, "bfloat16", torch.Tensor.float)  # what torch computes in
+    """They match within 1e-5, with torch's coefficients, float32, no row scaling, and each head of
+    queries, keys and values as a separate matrix."""
+    monkeypatch.setattr(torch.Tensor, "bfloat16", torch.Tensor.float)  # as torch's Muon
     monkeypatch.setattr(muon, "POLYNOMIALS", [(3.4445, -4.775, 2.0315)] * 5)
     monkeypatch.setattr(muon, "MARGIN", 1.0)
     monkeypatch.setattr(muon, "ROW_MEMORY", 1.0)
@@ -271,7 +271,7 @@ def test_muon_multiplies_in_bfloat16_on_a_cpu_where_the_model_does(monkeypatch):
         seen.clear()
         moved.append(weight.detach() - before)
     error = ((moved[0] - moved[1]).norm() / moved[0].norm()).item()
-    assert 0 < error < 0.15, error  # directions of the smallest singular values
+    assert 0 < error < 0.15, error  # from the smallest singular values
 
 
 def test_muon_trains_a_model_of_float64_weights():
@@ -314,7 +314,7 @@ def test_weight_decay_is_decoupled_and_only_of_matrices_and_embeddings():
 @pytest.mark.parametrize("ignoring", [(), ("cpu",)])
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_f19_muon_takes_no_notice_of_a_gradient_that_is_not_finite(monkeypatch, value, ignoring):
-    """Nor of another matrix's: all or none of a step's gradients count."""
+    """If any gradient is not finite, the step ignores all of them."""
     monkeypatch.setattr(optim, "IGNORE_SCALE", ignoring)
     models = tiny(), tiny()
     for model, bad in zip(models, (False, True), strict=True):
@@ -333,7 +333,7 @@ def test_f19_muon_takes_no_notice_of_a_gradient_that_is_not_finite(monkeypatch, 
 
 
 def test_f89_another_optimizers_groups_are_resumed():
-    """Some keep a count of steps or an estimated rate there."""
+    """Some optimizers keep a step count or an estimated learning rate in their groups."""
     parameters = list(tiny().parameters())
     optimizers = [torch.optim.SGD(parameters, lr=0.1, momentum=0.9) for _ in range(2)]
     optimizers[0].param_groups[0]["k"] = 10

@@ -36,7 +36,7 @@ def test_several_runs_become_one_picture(run, tmp_path):
         assert png.read_bytes().startswith(b"\x89PNG") and png.stat().st_size > 10_000
         axes.append(pyplot.gcf().axes)
     assert [len(panels) for panels in axes] == [3, 3, 1]
-    # 50 steps of 2 s, from the first evaluation of a trained model on
+    # 50 steps of 2 s, starting from the first evaluation after training steps
     assert axes[0][0].lines[1].get_xdata().tolist() == [100]
     assert axes[0][2].get_xlabel() == "time of training steps (seconds)"
     assert axes[2][0].lines[0].get_xdata().tolist() == [1 / 9, 2 / 9]
@@ -45,7 +45,7 @@ def test_several_runs_become_one_picture(run, tmp_path):
 
 def test_time_is_that_of_training_steps_alone():
     step = {"loss": 1.0, "tokens_per_s": 1000.0}
-    first = [{"iter": i, "ms": 9000.0} | step for i in range(3)]  # they compiled
+    first = [{"iter": i, "ms": 9000.0} | step for i in range(3)]  # steps that compiled
     then = [{"iter": i, "ms": 100.0} | step for i in range(3, 6)]
     # an evaluation waited for step 5's optimizer, so step 6 seems short; then a line for four steps
     after = [{"iter": 6, "val_loss": 1.0}, {"iter": 6, "ms": 60.0} | step]
@@ -77,7 +77,7 @@ def test_bad_input_is_one_line(run, tmp_path):
         run("plot.py", tmp_path)
     write(tmp_path / "out", 20)
     shown = run("plot.py", tmp_path / "none", tmp_path / "out", f"--png={tmp_path}/runs.png")
-    assert "there is no" in shown and "wrote" in shown  # the others are drawn
+    assert "there is no" in shown and "wrote" in shown  # it draws the others
     with pytest.raises(ValueError, match="smooth=1e.308 must be at least 0 and at most 1"):
         run("plot.py", tmp_path, "--smooth=1e308")
     with pytest.raises(ValueError, match="cannot write --png=.*xyz: Format 'xyz'"):
@@ -85,7 +85,7 @@ def test_bad_input_is_one_line(run, tmp_path):
 
 
 def test_a_resume_makes_no_kink_in_time():
-    """Its first step compiles again."""
+    """The first step after a resume compiles again."""
     step = {"loss": 1.0, "tokens_per_s": 1000.0}
     entries = [{"iter": i, "ms": 20_000.0 if i == 50 else 100.0} | step for i in range(100)]
     seconds, _ = training_clock(entries)

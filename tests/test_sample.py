@@ -1,4 +1,4 @@
-"""sample.py as a user runs it."""
+"""Run sample.py the way a user does."""
 
 import os
 import shutil
@@ -14,7 +14,7 @@ from steady.tokenizer import ByteTokenizer, CharTokenizer, HFTokenizer
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory, sums):
-    """An out_dir whose data set is gone: the checkpoint must be enough."""
+    """An out_dir without its data set: the checkpoint must be enough."""
     import runpy
     import sys
 
@@ -92,14 +92,14 @@ def test_f43_greedy_no_top_k_and_a_prompt_longer_than_the_context(run, trained):
 def test_bad_input_is_one_clear_line(run, trained, argument, message):
     with pytest.raises(ValueError, match=message) as error:
         sample(run, trained, *argument.split(" "))
-    assert type(error.value) is UserError  # which is printed without a trace
+    assert type(error.value) is UserError  # printed without a traceback
 
 
 def test_one_sample_streams_and_equals_the_same_sample_in_one_piece(fork, run, trained):
     process = fork("sample.py", f"--out_dir={trained}", "--device=cpu", "--num_samples=1",
                    "--start=1", "--max_new_tokens=4000")  # fmt: skip
     assert process.stdout.readline().startswith("#")
-    early = process.stdout.read(40)  # comes long before all is decoded
+    early = process.stdout.read(40)  # arrives long before the sample is complete
     assert len(early) == 40
     process.kill()
     whole = sample(run, trained, "--num_samples=1", "--start=1", "--max_new_tokens=60")
@@ -116,7 +116,7 @@ def run(script, *arguments):
     runpy.run_path(str(root / script), run_name="__main__")
 run("data/text/prepare.py", f"--input={folder / 'text.txt'}", "--tokenizer=char",
     f"--out={folder / 'data'}")
-meta = folder / "data" / "meta.json"  # as another program might write it: not in ASCII
+meta = folder / "data" / "meta.json"  # not ASCII, like other programs write it
 content = json.loads(meta.read_text(encoding="utf-8"))
 meta.write_text(json.dumps(content, ensure_ascii=False), encoding="utf-8")
 run("train.py", *TINY, f"--dataset={folder / 'data'}", f"--out_dir={folder}", "--max_iters=1")
@@ -127,7 +127,7 @@ print("all have ended")
 
 
 def test_f39_characters_of_several_bytes_in_any_locale(start, tmp_path):
-    """Text is read and written as UTF-8 even where that is not the locale's encoding."""
+    """Text is read and written as UTF-8 even if the locale has another encoding."""
     (tmp_path / "text.txt").write_text("naïve 你好 🙂\n" * 60, encoding="utf-8")
     (tmp_path / "prompt.txt").write_text("你", encoding="utf-8")
     (tmp_path / "in_turn.py").write_text(f"TINY = {TINY}{IN_TURN}", encoding="utf-8")
@@ -154,7 +154,7 @@ def test_empty_prompt_starts_from_the_end_of_text_token(run, tmp_path):
     run("train.py", *TINY, f"--dataset={tmp_path / 'data'}", f"--out_dir={tmp_path}",
         "--max_iters=120", "--lr_decay_iters=120")  # fmt: skip
     arguments = tmp_path, "--start=", "--temperature=0", "--num_samples=2"
-    assert sample(run, *arguments) == "ab\n---------------\n" * 2  # up to the end of the text
+    assert sample(run, *arguments) == "ab\n---------------\n" * 2  # stops at the end of the text
     assert sample(run, *arguments, "--num_samples=1") == "ab\n"
     assert sample(run, *arguments, "--stop_at_end=False").startswith("ababab")
 
@@ -175,7 +175,7 @@ def test_a_tokenizer_that_drops_the_first_space_keeps_the_one_after_the_prompt(r
 
 
 def test_nanogpts_two_commands_work_one_after_the_other(run, sums, tmp_path, monkeypatch):
-    """The config and sample.py agree on the folder, and a config says which model to sample."""
+    """The config and sample.py use the same folder, and a config selects the model to sample."""
     config = str(ROOT / "config" / "train_openwebtext.py")
     tiny = [argument for argument in TINY if not argument.startswith(("--eval_int", "--lr_decay"))]
     monkeypatch.chdir(tmp_path)
@@ -187,7 +187,7 @@ def test_nanogpts_two_commands_work_one_after_the_other(run, sums, tmp_path, mon
         'out_dir = "out-mine"\nmax_iters = 1\nlr_decay_iters = max_iters + warmup_iters\n'
     )
     os.rename("out", "out-mine")
-    run("sample.py", "mine.py", *short, "--start=1")  # settings of train.py have no effect
+    run("sample.py", "mine.py", *short, "--start=1")  # settings of train.py are ignored
     with pytest.raises(ValueError, match="unknown setting '--max_iters=3'"):
         run("sample.py", "mine.py", "--max_iters=3")
     with pytest.raises(ValueError, match="unknown setting 'lerning_rate' in .*typo.py"):

@@ -1,6 +1,6 @@
-"""Edits that a student makes to model.py and train.py: every one works, or fails with the student's
-own traceback. Each is made to copies of the two files and runs with AdamW and Muon, one and two
-processes, one and two micro-batches, uncompiled and compiled (with CUDA graphs in test_gpu.py)."""
+"""Edits that a student may make to model.py and train.py: each must work, or fail with a traceback
+of the student's code. They are applied to copies of both files and run with AdamW and Muon, one and
+two processes, one and two micro-batches, eager and compiled (test_gpu.py adds CUDA graphs)."""
 
 import importlib.util
 import inspect
@@ -24,13 +24,13 @@ SETTINGS = [*TINY, "--learning_rate=5e-3", "--dtype=float32", "--max_iters=3", "
 
 
 class Edit(NamedTuple):
-    """Pairs of (old, new) text for each of the two files, and what to expect."""
+    """Pairs of (old, new) text for each of the two files, and the expected effects."""
 
     model: tuple[tuple[str, str], ...] = ()
     train: tuple[tuple[str, str], ...] = ()
-    changes_loss: bool = True  # the curve differs from that of the unedited files
-    depends_on_split: bool = False  # the student's code itself does
-    samples: bool = True  # a KV cache still serves the edited model
+    changes_loss: bool = True  # the loss curve differs from the original's
+    depends_on_split: bool = False  # losses depend on the number of micro-batches
+    samples: bool = True  # sampling with a KV cache still works
     fsdp: bool = True
 
 
@@ -250,7 +250,7 @@ EDITS = {
 }  # fmt: skip
 
 
-# edits that compute something else with the same parameters, and leave their gradients alone
+# edits that change the computation, but neither the parameters nor which of them get gradients
 SAME_PARAMETERS = (
     "parallel_attention_and_mlp", "blocks_know_their_place", "attention_by_hand",
     "a_sliding_window", "a_mask_of_minus_infinity_in_a_buffer", "a_temperature_in_a_buffer",
@@ -261,7 +261,7 @@ SAME_PARAMETERS = (
 
 
 def edits_of_the_page() -> dict[str, Edit]:
-    """The edits that docs/changing.md shows, as they stand there."""
+    """The edits from docs/changing.md."""
     text = (ROOT / "docs" / "changing.md").read_text(encoding="utf-8")
     found = {}
     for section in re.split(r"^## ", text, flags=re.MULTILINE)[1:]:
@@ -286,7 +286,7 @@ def test_the_page_shows_ten_edits():
 
 
 def edited(edit: Edit, copy: Path) -> Path:
-    """The project with the edit made to its two files."""
+    """A copy of the project with the edit applied."""
     copy.mkdir(exist_ok=True)
     for name in ("steady", "configurator.py", "convert.py", "sample.py"):
         (copy / name).symlink_to(ROOT / name)
@@ -303,14 +303,14 @@ OURS = ("model", "convert", "configurator", "steady")
 
 
 def forget_project():
-    """Have the project's modules imported again; returns the modules that were imported."""
+    """Drop the project's modules, so that they are imported again; returns the dropped ones."""
     names = [name for name in sys.modules if name.partition(".")[0] in OURS]
     return {name: sys.modules.pop(name) for name in names}
 
 
 @pytest.fixture
 def student(monkeypatch, capsys):
-    """`student(copy, "train.py", "--key=value")` runs a script of a copy in this process."""
+    """`student(copy, "train.py", "--key=value")` runs a copy's script in this process."""
 
     def run(copy, script, *arguments):
         mine = forget_project()
@@ -322,7 +322,7 @@ def student(monkeypatch, capsys):
         finally:
             sys.excepthook = hook
             held = sys.modules["steady.folder"].held
-            while held:  # the end of its process
+            while held:  # release the locks, as the end of a process would
                 for opened in held.popitem()[1]:
                     os.close(opened)
             forget_project()
@@ -350,13 +350,13 @@ def plain_losses(sums, tmp_path_factory):
 
 @pytest.fixture
 def traced(monkeypatch):
-    """torch.compile as far as dynamo, which reads the student's code: what follows takes seconds
-    each, and does not see that code (test_model.py and test_gpu.py run it)."""
+    """Only run torch.compile's first stage, dynamo, since it is the one that traces the student's
+    code. The rest takes seconds per edit (test_model.py and test_gpu.py run it)."""
     compile = torch.compile
 
     def trace(part, mode, dynamic):
         module = getattr(inspect.unwrap(part), "__self__", part)
-        if type(module).__name__ == "LinearCrossEntropy":  # ours, and takes a third of the time
+        if type(module).__name__ == "LinearCrossEntropy":  # our code, and a third of the time
             return part
         return compile(part, backend="eager", dynamic=dynamic)
 
@@ -383,8 +383,8 @@ def test_an_edit_trains_resumes_samples_and_compiles(
         found[way] = losses(out)
         assert len(found[way]) == (2 if way == "muon" else 3)
         assert all(abs(loss) < 20 for loss in found[way])
-    if not edit.depends_on_split:  # nor on the trial step, which runs as often as it is tried
-        # (the counter of layers used in some steps is no buffer, and is not saved)
+    if not edit.depends_on_split:  # nor on the number of trial steps
+        # (the counter of a_layer_used_in_some_steps is not a buffer, so it is not saved)
         way = "muon" if name == "a_layer_used_in_some_steps" else "resumed"
         whole = found["compiled"][: len(found[way])]
         assert whole == pytest.approx(found[way], abs=1e-5)
@@ -427,7 +427,7 @@ for copy, *arguments in {jobs!r}:
 
 
 def test_two_processes_train_edits_as_one_does(sums, tmp_path):
-    """Gradients that only some processes have, or none, are exchanged too."""
+    """Covers gradients that only some of the processes, or none, have."""
     left_out = {name for name, edit in EDITS.items() if edit.depends_on_split}
     left_out |= {name for name in edits_of_the_page() if not name.startswith(("1.", "3.", "4."))}
     names = [name for name in EDITS if name not in left_out | {*SAME_PARAMETERS}]
@@ -435,7 +435,7 @@ def test_two_processes_train_edits_as_one_does(sums, tmp_path):
     halved = ["--batch_size=2", "--gradient_accumulation_steps=2"]
     copies = [str(edited(EDITS[name], tmp_path / name)) for name in names]
     port, running = free_port(len(names)), []
-    for rank in range(3):  # the last one trains alone
+    for rank in range(3):  # rank 2 trains alone
         out = "alone" if rank == 2 else "both"
         split = halved if rank < 2 else []
         own = [[copy, *SETTINGS, *muon, *split, f"--out_dir={tmp_path / out / name}"]
@@ -463,7 +463,7 @@ def test_f89_hooks_that_come_after_the_first_step_are_called(traced):
     assert called == [model.blocks[0], model.blocks[1].mlp, model.final_norm]
 
 
-# ---- errors of the student's own ---------------------------------------------------------------
+# ---- mistakes of the student -------------------------------------------------------------------
 
 WRONG = ("        B, T, _ = x.shape\n", "        B, T = x.shape\n")
 
@@ -503,7 +503,7 @@ def test_f57_every_error_but_a_user_error_or_the_systems_keeps_its_traceback(cap
 def test_f89_compiled_code_is_the_students_loop_over_the_blocks(
     student, sums, tmp_path, traced, plain_losses
 ):
-    """An edit of the loop changes compiled training as it changes uncompiled training."""
+    """An edit of the loop has the same effect on compiled and on eager training."""
     copy = edited(EDITS["each_block_twice"], tmp_path / "copy")
     for way in ("False", "True"):
         student(copy, "train.py", *SETTINGS, f"--compile={way}", "--max_iters=2",
@@ -527,7 +527,7 @@ def test_f60_hooks_and_autograd_see_all_gradients():
 
 
 def test_values_that_a_student_gives_survive(monkeypatch, tmp_path):
-    """Those of parameters, buffers and layers, also where weights are drawn on a device."""
+    """Initial values of parameters, buffers and layers survive, also under torch.device()."""
     edit = Edit((
         in_block("self.scale = nn.Parameter(torch.full((), 3.0))"),
         in_block("self.norm = nn.LayerNorm(config.n_embd)"),
@@ -538,7 +538,7 @@ def test_values_that_a_student_gives_survive(monkeypatch, tmp_path):
     copy = edited(edit, tmp_path / "copy")
     spec = importlib.util.spec_from_file_location("edited", copy / "model.py")
     module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "edited", module)  # where dataclass looks
+    monkeypatch.setitem(sys.modules, "edited", module)  # dataclass looks it up there
     spec.loader.exec_module(module)
     config = module.GPTConfig(block_size=8, vocab_size=64, n_layer=1, n_head=2, n_embd=16)
     with torch.device("cpu"):

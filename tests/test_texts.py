@@ -1,4 +1,4 @@
-"""Texts, tokenizers, samples and exports as users have them (F61 to F69)."""
+"""Texts, tokenizers, samples and exports like those of users (F61 to F69)."""
 
 import gzip
 import json
@@ -40,7 +40,7 @@ STORIES = [f"Story {i} begins here. The end of {i}." for i in range(300)]
 
 
 def byte_level(special, begin=None):
-    """A small byte-level BPE; with `begin` its template prepends that token."""
+    """A small byte-level BPE. If `begin` is given, its template prepends that token."""
     made = tokenizers.Tokenizer(tokenizers.models.BPE())
     made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = tokenizers.decoders.ByteLevel()
@@ -55,7 +55,7 @@ def byte_level(special, begin=None):
 
 
 def sentencepiece():
-    """As Llama's: a space before each text, spaces as ▁, no words, unknown characters in bytes."""
+    """Like Llama's: a space before each text, ▁ for spaces, byte fallback; without whole words."""
     model = tokenizers.models.BPE(byte_fallback=True, unk_token="<unk>", fuse_unk=True)
     made = tokenizers.Tokenizer(model)
     made.normalizer = tokenizers.normalizers.Sequence(
@@ -76,7 +76,7 @@ def sentencepiece():
 
 
 def save_model(folder, tokenizer, kind="Llama", eos=1, generation_eos=None, template=None, **kw):
-    """A pretrained model with random weights as `save_pretrained` writes it."""
+    """A model with random weights, saved by `save_pretrained`."""
     torch.manual_seed(0)
     made = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, **kw)
     made.chat_template = template
@@ -121,7 +121,7 @@ def rows_file(path, texts):
 
 
 def greedy(folder, prompt, n=12):
-    """Greedy text by transformers, as its users call it."""
+    """Greedy text from transformers, called the usual way."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     model = transformers.AutoModelForCausalLM.from_pretrained(folder)
     model.generation_config.max_length = None
@@ -134,8 +134,8 @@ def greedy(folder, prompt, n=12):
 def test_f61_f66_data_prompts_and_exports_do_as_the_model_was_trained(
     run, tmp_path, make, monkeypatch
 ):
-    """Prepare, finetune (at a rate of almost nothing), sample, export, transformers: greedy text
-    is equal before and after."""
+    """Greedy text stays the same from transformers through prepare, finetune (with a tiny learning
+    rate), sample and export, back to transformers."""
     folder = make(tmp_path / "model")
     prompt = "Story 7 begins"
     rows_file(tmp_path / "a.jsonl", STORIES)
@@ -175,7 +175,7 @@ def test_f61_f66_data_prompts_and_exports_do_as_the_model_was_trained(
 @pytest.mark.parametrize("adds", [True, False])
 @pytest.mark.parametrize("begin", ["<s>", "</s>", ""])
 def test_f61_the_template_decides_as_it_does_for_transformers(tmp_path, capsys, begin, adds):
-    """Also where one token both begins and ends texts."""
+    """Also if the same token begins and ends texts."""
     tokenizer = byte_level(["<s>", "</s>"], begin=begin)
     folder = save_model(tmp_path / "model", tokenizer, bos_token=begin or "<s>", eos_token="</s>")
     path = folder / "tokenizer_config.json"
@@ -258,7 +258,7 @@ def test_f62_rows_of_characters_and_bytes_are_separated(tmp_path, kind):
         *tokenizer.encode("ab"), tokenizer.end_of_text, *tokenizer.encode("cd"),
         tokenizer.end_of_text]  # fmt: skip
     assert tokenizer.decode(read(tmp_path / "out", "train")).startswith("abcdab")
-    (tmp_path / "a.txt").write_text("abcd" * 20)  # one text needs no separator, as in nanoGPT
+    (tmp_path / "a.txt").write_text("abcd" * 20)  # a single text needs no separator
     prepare_from_files(tmp_path / "one", "char", [tmp_path / "a.txt"])
     assert read_meta(tmp_path / "one")["vocab_size"] == 4
 
@@ -278,7 +278,7 @@ def test_f63_a_row_that_the_tokenizer_fails_on_is_named_and_left_out_if_asked(
     tmp_path, monkeypatch, capsys, gpt2_files, num_proc
 ):
     class Panic(BaseException):
-        """As a panic in Rust: no Exception."""
+        """Like a panic in Rust: not an Exception."""
 
     def encode(self, text):
         if "poison" in text:
@@ -355,7 +355,7 @@ def test_f63_a_list_takes_control_characters_and_names_what_it_cannot_read(tmp_p
 
 @pytest.mark.parametrize("run_of", [" ", "\n ", "word ", "a"])
 def test_f63_long_rows_are_tokenized_in_pieces_as_in_one(gpt2_files, run_of, monkeypatch):
-    """A million spaces make tiktoken panic (tiktoken#15); this is the same with smaller pieces."""
+    """A million spaces make tiktoken panic (tiktoken#15). The test uses smaller pieces."""
     text = "a" + "x y " * 9000 + run_of * 100_000 + "b c." * 9000
     tokenizer = GPT2Tokenizer()
     expected = tokenizer.encoding.encode_ordinary(text)
@@ -391,10 +391,10 @@ def test_f64_a_text_that_ends_within_a_character_loses_only_that(name, gpt2_file
             shown = tokenizer.decode(ids[:n])
             whole = shown.rstrip("\ufffd")
             assert text.startswith(whole), (n, shown)
-            if shown != whole:  # what is there of one character, and no more
+            if shown != whole:  # only the bytes of one incomplete character
                 missing = len(text[: len(whole) + 1].encode()) - len(whole.encode())
                 assert len(shown) - len(whole) <= missing
-            # nothing but the unfinished character is missing
+            # only the incomplete character is missing
             rest = tokenizer.decode(ids[:n] + ids[n:])
             assert rest == text
 
@@ -532,10 +532,10 @@ def test_f66_exports_keep_what_the_pretrained_model_came_with(tmp_path, template
     assert generation["eos_token_id"] == [1, 2]
     config = json.loads((tmp_path / "config.json").read_text())
     assert config["max_position_embeddings"] == 256
-    assert set(ours("a")) == {"input_ids", "attention_mask"}  # token_type_ids: generate refuses
+    assert set(ours("a")) == {"input_ids", "attention_mask"}  # generate rejects token_type_ids
     settings = json.loads((tmp_path / "tokenizer_config.json").read_text())
-    assert "extra_special_tokens" not in settings  # a list, which transformers 4 refuses
-    assert settings["tokenizer_class"] == "PreTrainedTokenizerFast"  # which transformers 4 has
+    assert "extra_special_tokens" not in settings  # transformers 4 rejects a list here
+    assert settings["tokenizer_class"] == "PreTrainedTokenizerFast"  # transformers 4 has this class
     assert ours.decode(ours("a<|im_end|>").input_ids, skip_special_tokens=True) == "a"
 
 
@@ -635,7 +635,7 @@ def test_f68_a_token_beyond_the_vocabulary_has_a_remedy_that_works(tmp_path, run
         run("train.py", *arguments)
     remedy = str(error.value).rsplit(" ", 1)[1]
     run("train.py", *arguments, remedy)
-    # where meta.json says what the vocabulary is, another --vocab_size would not help
+    # if meta.json has the vocabulary, --vocab_size would not help
     write_dataset(tmp_path / "b", ByteTokenizer(), {"train": ["abc" * 99], "val": ["abc" * 99]})
     meta = json.loads((tmp_path / "b" / "meta.json").read_text()) | {"vocab_size": 98}
     (tmp_path / "b" / "meta.json").write_text(json.dumps(meta))
@@ -659,7 +659,7 @@ def test_f68_other_kinds_of_tokenizers_and_weights_say_how_to_convert(tmp_path):
 
 
 def test_f68_a_remedy_for_weights_of_another_kind_works(tmp_path):
-    """What the message says, on a model saved as pytorch_model.bin."""
+    """Runs the message's command on a model saved as pytorch_model.bin."""
     folder = qwen(tmp_path / "model")
     model = transformers.AutoModelForCausalLM.from_pretrained(folder)
     state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
@@ -761,7 +761,7 @@ def test_ones_own_bpe_is_trained_kept_and_exported(run, tmp_path):
     meta = read_meta(tmp_path / "data")
     tokenizer = from_meta(meta)
     assert (meta["vocab_size"], tokenizer.end_of_text) == (300, 0)
-    kept = load_tokenizer(f"hf:{tmp_path / 'data'}")  # for other texts
+    kept = load_tokenizer(f"hf:{tmp_path / 'data'}")  # usable for other texts
     assert kept.encode(STORIES[3]) == tokenizer.encode(STORIES[3])
     assert kept.end_of_text == 0 and len(kept.encode(STORIES[3])) < len(STORIES[3]) / 2
     run("train.py", *TINY, f"--dataset={tmp_path / 'data'}", f"--out_dir={tmp_path / 'out'}",
@@ -786,7 +786,7 @@ def test_bits_per_byte_are_those_of_an_independent_computation(run, tmp_path, ki
     assert f"val bpb {entry['val_bpb']:.4f}" in shown
     ids = read(tmp_path / "data", "val")
     held_out = from_meta(read_meta(tmp_path / "data")).decode(ids).replace("<|endoftext|>", "")
-    # of all tokens' nats: as many bits as an ideal compressor would need, over the text's bytes
+    # total loss in bits (the size from an ideal compressor) over the text's bytes
     bits = entry["val_loss"] * len(ids) / math.log(2)
     assert entry["val_bpb"] == pytest.approx(bits / len(held_out.encode()))
     assert read_meta(tmp_path / "data")["bytes"]["val"] == len(held_out.encode())
@@ -803,11 +803,11 @@ def test_line_ends_stay_as_they_are(tmp_path, tokenizer, gpt2_files):
     assert shown.replace("<|endoftext|>", "") == text
 
 
-# ---- what a reviewer found ----------------------------------------------------------------------
+# ---- found in review ----------------------------------------------------------------------------
 
 
 def test_f62_a_token_spelled_none_is_no_end_of_text(tmp_path):
-    """str(None) looks it up where a file or key is missing."""
+    """str(None) would look it up if a file or key is missing."""
     made = tokenizers.Tokenizer(
         tokenizers.models.WordLevel({"None": 0, "a": 1, "<s>": 2, "</s>": 3}, unk_token="a")
     )
@@ -821,7 +821,7 @@ def test_f62_a_token_spelled_none_is_no_end_of_text(tmp_path):
 
 
 def test_f61_a_template_that_appends_a_token_prepends_none(tmp_path):
-    """As T5's."""
+    """T5's template does this."""
     made = byte_level(["<pad>", "</s>"])
     made.post_processor = tokenizers.processors.TemplateProcessing(
         single="$A </s>", special_tokens=[("</s>", 1)]
@@ -897,7 +897,7 @@ def test_f83_other_peoples_token_files_and_tokenizers_stay(run, tmp_path):
     byte_level(["</s>"]).save(str(model / "tokenizer.json"))
     before = (model / "tokenizer.json").read_bytes()
     run(*arguments, f"--tokenizer=hf:{model}", f"--out={model}")
-    (model / "tokenizer.json").write_bytes(before + b" ")  # the user's, who may change it
+    (model / "tokenizer.json").write_bytes(before + b" ")  # the user edits the file
     (model / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
     meta = json.loads((model / "meta.json").read_text())
     (model / "meta.json").write_text(json.dumps(meta | {"json": "{}" + " " * 9999}))
@@ -922,7 +922,7 @@ textfiles.PART_BYTES, textfiles.READ_BYTES = 4000, 1000
 
 
 def start_preparation(folder, path):
-    """A preparation in two processes that takes seconds, in a session of its own."""
+    """Start a prepare script with two processes that takes seconds, in its own session."""
     code = SLOW + (
         "import sys, runpy\nsys.argv = ['prepare.py', *sys.argv[1:]]\n"
         "runpy.run_path('data/text/prepare.py', run_name='__main__')"
@@ -934,7 +934,7 @@ def start_preparation(folder, path):
 
 
 def in_session(leader):
-    """Processes of a session that are still running."""
+    """The processes of a session that are still running."""
     found = subprocess.run(["ps", "-o", "pid=,stat=", "-s", str(leader)], capture_output=True,
                            text=True).stdout.split("\n")  # fmt: skip
     return [line for line in found if line.split() and "Z" not in line.split()[1]]
@@ -952,7 +952,7 @@ def test_f80_workers_end_with_the_preparation_that_was_killed(tmp_path, sent, mo
     while len(list(shards.glob("0*.json"))) < 3 and time.monotonic() < until:
         assert process.poll() is None
         time.sleep(0.01)
-    os.kill(process.pid, sent)  # the parent alone
+    os.kill(process.pid, sent)  # only the parent
     process.wait(timeout=30)
     until = time.monotonic() + 10
     while in_session(process.pid) and time.monotonic() < until:
@@ -986,7 +986,7 @@ def test_f80_a_shard_counts_only_if_it_is_as_long_as_its_record_says(tmp_path, m
     monkeypatch.setattr(prepare, "write_text_shard", write)
     shards = sorted((tmp_path / "out" / ".shards").glob("*.train.bin"))
     assert len(shards) == 4
-    shards[1].write_bytes(shards[1].read_bytes()[:-2])  # cut short
+    shards[1].write_bytes(shards[1].read_bytes()[:-2])  # truncated
     shards[2].unlink()
     prepare_from_files(tmp_path / "out", "byte", [path])
     for name in ("train.bin", "val.bin", "meta.json"):
@@ -1004,7 +1004,7 @@ def test_f80_meta_json_has_the_files_checksums(tmp_path):
 
 
 def test_f80_files_of_two_data_sets_are_not_one(tmp_path, monkeypatch):
-    """As when a preparation is killed between the moments at which its files take their places."""
+    """This happens when a prepare script is killed between renaming two of its files."""
     for name, text in (("one", "abc"), ("two", "xyz")):
         text = {"train": [text * 99], "val": [text * 99]}
         write_dataset(tmp_path / name, CharTokenizer("abcxyz"), text)

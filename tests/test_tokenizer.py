@@ -23,7 +23,7 @@ def test_char_round_trip_and_meta():
 def test_f40_unknown_character_is_named():
     with pytest.raises(ValueError, match="does not know 'xy'"):
         CharTokenizer.train("abc").encode("ayxa")
-    with pytest.raises(ValueError, match="does not know '!🙂'"):  # before and behind its alphabet
+    with pytest.raises(ValueError, match="does not know '!🙂'"):  # outside of its code points
         CharTokenizer("cab").encode_array("a🙂b!")
 
 
@@ -32,7 +32,7 @@ TEXT = "naïve 你好 🙂\n" * 100_000
 
 @pytest.mark.parametrize("tokenizer", [ByteTokenizer(), CharTokenizer("".join(set(TEXT)))])
 def test_arrays_hold_the_same_ids_and_take_less_time(tokenizer):
-    """Lists of integers made preparing bytes take 1.3 times as long as it should."""
+    """With lists of integers, preparing bytes took 1.3 times as long."""
     assert tokenizer.encode_array(TEXT).tolist() == tokenizer.encode(TEXT)
     assert tokenizer.encode_array("").tolist() == tokenizer.encode("") == []
 
@@ -74,7 +74,7 @@ def test_gpt2_without_its_files_says_what_to_do(monkeypatch, tmp_path):
 def test_gpt2_encodes_through_tiktoken(gpt2_files):
     gpt2 = from_meta({"tokenizer": "gpt2"})
     assert gpt2.encode("hello world") == [31373, 995]
-    assert 50256 not in gpt2.encode("<|endoftext|>")  # text is text, never a control token
+    assert 50256 not in gpt2.encode("<|endoftext|>")  # text never becomes a control token
     assert gpt2.decode(gpt2.encode("naïve 🙂!")) == "naïve 🙂!"
 
 
@@ -91,7 +91,7 @@ def test_f29_no_source_file_unpickles():
 
 
 def word_level(folder):
-    """A tokenizer.json of three words, with a space before each, in a folder; its name for
+    """Write a tokenizer.json with three words and a space before each; returns its name for
     --tokenizer."""
     import tokenizers
 

@@ -1,4 +1,4 @@
-"""train.py as a user runs it. Most runs share this process; signals need one of their own."""
+"""Run train.py the way a user does. Most runs share this process; signals need a separate one."""
 
 import contextlib
 import json
@@ -47,7 +47,7 @@ def losses(out):
 
 @contextlib.contextmanager
 def interrupted_set_up(monkeypatch):
-    """Runs in here get a Ctrl-C before they find out what fits."""
+    """Runs in this context get a Ctrl-C before they find the batch size that fits."""
     fit = memory.fit
 
     def request_and_fit(*arguments):
@@ -60,7 +60,7 @@ def interrupted_set_up(monkeypatch):
 
 
 def same_state(a, b):
-    """Whether two checkpoints hold bit for bit the same."""
+    """Whether two checkpoints are bit for bit identical."""
     if isinstance(a, torch.Tensor):
         return torch.equal(a, b)
     if isinstance(a, dict):
@@ -97,7 +97,7 @@ GOLDEN = [
 
 
 def test_golden_loss_curve(run, sums, tmp_path):
-    """20 steps, fixed seed, CPU, float32: a change of the numbers must be meant."""
+    """20 steps, fixed seed, CPU, float32: change these numbers only on purpose."""
     train(run, tmp_path, sums, "--max_iters=20", "--dtype=float32")
     assert losses(tmp_path) == pytest.approx(GOLDEN, abs=2e-4)
     assert losses(tmp_path)[-1] < losses(tmp_path)[0] - 0.5
@@ -112,7 +112,7 @@ def test_metrics_have_the_documented_keys_in_full_precision(run, sums, tmp_path)
     assert [e["iter"] for e in steps(tmp_path)] == [0, 1, 2]
     assert list(evaluations(tmp_path)[0]) == ["iter", "train_loss", "val_loss", "val_bpb"]
     assert [e["iter"] for e in evaluations(tmp_path)] == [0, 3]
-    assert entry["mfu"] is None and entry["memory_gib"] is None  # not known for a CPU
+    assert entry["mfu"] is None and entry["memory_gib"] is None  # unknown for a CPU
     assert entry["loss"] != round(entry["loss"], 6)
 
 
@@ -133,7 +133,7 @@ def test_f21_logged_loss_is_the_mean_over_micro_steps(run, sums, tmp_path, monke
 
     def recording(self, tokens, targets=None, cache=None):
         out = forward(self, tokens, targets, cache)
-        if self.training and tokens.any():  # the trial step's are all 0
+        if self.training and tokens.any():  # the trial step's tokens are all 0
             seen.append(out.item())
         return out
 
@@ -141,7 +141,7 @@ def test_f21_logged_loss_is_the_mean_over_micro_steps(run, sums, tmp_path, monke
     train(run, tmp_path, sums, "--gradient_accumulation_steps=4", "--max_iters=1")
     assert len(seen) == 4
     assert losses(tmp_path)[0] == pytest.approx(sum(seen) / 4, abs=1e-6)
-    assert losses(tmp_path)[0] != pytest.approx(seen[-1], abs=1e-6)  # nanoGPT's number
+    assert losses(tmp_path)[0] != pytest.approx(seen[-1], abs=1e-6)  # nanoGPT logs this one
 
 
 def test_overfits_a_data_set_of_one_window(run, tmp_path):
@@ -173,14 +173,14 @@ def test_f16_low_precision_trains_on_cpu_without_deprecated_calls(run, sums, tmp
     train(run, tmp_path / "exact", sums, "--dtype=float32")
     assert losses(tmp_path / dtype) == pytest.approx(losses(tmp_path / "exact"), abs=0.1)
     with pytest.warns((FutureWarning, UserWarning)):
-        torch.cuda.amp.GradScaler(enabled=True)  # what nanoGPT does
+        torch.cuda.amp.GradScaler(enabled=True)  # as in nanoGPT
 
 
 # ---- not finite -------------------------------------------------------------------------------
 
 
 def poison(monkeypatch, at_call, training=True):
-    """From the `at_call`-th loss of training, or else of evaluation, on: NaN."""
+    """Make the `at_call`-th and all later losses of training (or of evaluation) NaN."""
     calls = []
     original = loss.linear_cross_entropy
 
@@ -266,7 +266,7 @@ def test_f19_gradients_that_are_never_finite_are_told_once_and_end_the_run(
      (("SIGINT", "SIGTERM", "SIGTERM"), 0.0)],
 )  # fmt: skip
 def test_f72_only_a_second_ctrl_c_kills_a_run_that_is_saving(fork, sums, tmp_path, signals, apart):
-    """A wrapper forwards SIGTERM, and its process group is signalled too: nobody types SIGTERM."""
+    """Nobody types SIGTERM twice: a wrapper forwards it, and the process group gets it too."""
     more = [f"--dataset={sums}", f"--out_dir={tmp_path}", "--gradient_accumulation_steps=200"]
     process = fork("train.py", *TINY, *more, "--eval_interval=0", "--max_iters=100000")
     skip_until(process, "iter      0 | loss")
@@ -304,7 +304,7 @@ def test_one_metrics_entry_per_iteration_after_a_crash(run, sums, tmp_path):
         file.write(json.dumps(steps(tmp_path)[-1] | {"iter": 5}) + "\n" + '{"iter": 6, "lo')
     train(run, tmp_path, sums, "--max_iters=8", "--init_from=resume")
     assert [entry["iter"] for entry in steps(tmp_path)] == list(range(8))
-    assert [entry["iter"] for entry in evaluations(tmp_path)] == [0, 5, 8]  # 5: where it ended
+    assert [entry["iter"] for entry in evaluations(tmp_path)] == [0, 5, 8]  # 5: first run's end
 
 
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGXCPU])
@@ -336,7 +336,7 @@ def test_f31_a_signal_ends_an_evaluation_which_the_resumed_run_makes_again(
     often = [f"--dataset={sums}", "--max_iters=12", "--eval_interval=10", "--dropout=0.1"]
     process = fork("train.py", *TINY, *often, f"--out_dir={tmp_path / 'parts'}",
                    "--eval_iters=20000", "--init_from=scratch")  # fmt: skip
-    skip_until(process, "settings")  # evaluates before the first iteration
+    skip_until(process, "settings")  # the first evaluation comes next
     time.sleep(0.5)
     process.send_signal(signal.SIGTERM)
     began, rest = time.monotonic(), process.stdout.read()
@@ -403,15 +403,15 @@ def test_second_signal_stops_at_once(fork, sums, tmp_path):
     time.sleep(1.0)
     process.send_signal(signal.SIGINT)
     time.sleep(0.5)
-    assert process.poll() is None  # still in its first step
+    assert process.poll() is None  # still in the first step
     process.send_signal(signal.SIGINT)
     assert process.wait(10) != 0
     assert "Traceback" not in process.stdout.read()
 
 
 def test_second_ctrl_c_waits_for_no_thread(fork):
-    """A thread that waits for a lock, as the one that reads data can if that was interrupted while
-    it held it, never ends."""
+    """A thread that waits for a lock may never end. The reader thread can be in that state if a
+    signal interrupted the holder of the lock."""
     code = """
 import threading, time
 from steady.distributed import Process
@@ -466,7 +466,7 @@ def test_f24_eval_only_on_a_resumed_run_does_not_train(run, sums, tmp_path):
 
 
 def test_evaluating_needs_no_room_for_training(run, sums, tmp_path, monkeypatch):
-    """6.3M parameters: 25 MB to evaluate, 100 MB and more to train."""
+    """6.3M parameters need 25 MB for evaluation, but 100 MB or more for training."""
     wide = ["--n_layer=2", "--n_head=4", "--n_kv_head=4", "--n_embd=512"]
     monkeypatch.setattr(hardware, "machine_memory_gib", lambda device: 0.06)
     with pytest.raises(ValueError, match="takes about .* to train with one sequence"):
@@ -475,7 +475,7 @@ def test_evaluating_needs_no_room_for_training(run, sums, tmp_path, monkeypatch)
 
 
 def overfitting_data(folder):
-    """Training text that says nothing about the validation text."""
+    """The training text does not help to predict the validation text."""
     from steady.prepare import write_dataset
     from steady.tokenizer import CharTokenizer
 
@@ -495,7 +495,7 @@ def test_f25_best_validation_loss_stays_the_best(run, tmp_path, always):
     values = [entry["val_loss"] for entry in evaluations(out)]
     assert values[-1] > min(values) + 0.1  # it did overfit
     last = checkpoint.load(out / "ckpt.pt")
-    assert last["best_val_loss"] == min(values[1:])  # what was not trained is not saved
+    assert last["best_val_loss"] == min(values[1:])  # untrained weights are not saved
     assert last["iter_num"] == 30
     best = checkpoint.load(out / "best.pt")
     assert best["best_val_loss"] == min(values[1:])
@@ -557,7 +557,7 @@ def test_the_way_on_names_a_folder_that_the_config_computes(tmp_path, monkeypatc
 
 
 def copy_to_change(data, other):
-    """A copy of a data set whose meta.json does not know its tokens (F80)."""
+    """A copy of a data set whose meta.json lacks the checks of its tokens (F80)."""
     shutil.copytree(data, other)
     meta = json.loads((other / "meta.json").read_text())
     (other / "meta.json").write_text(json.dumps({k: v for k, v in meta.items() if k != "begins"}))
@@ -584,7 +584,7 @@ def test_f25_on_other_data_the_best_loss_begins_anew(run, sums, tmp_path):
     train(run, out, sums, "--learning_rate=1e-2")
     copy_to_change(sums, other)
     tokens = np.fromfile(other / "val.bin", dtype="<u2")
-    np.random.default_rng(0).permutation(tokens).tofile(other / "val.bin")  # worse to predict
+    np.random.default_rng(0).permutation(tokens).tofile(other / "val.bin")  # harder to predict
     arguments = "--init_from=resume", "--eval_interval=10"
     assert "note: val.bin" not in train(run, out, sums, *arguments, "--max_iters=40")
     before = checkpoint.load(out / "best.pt")
@@ -597,7 +597,7 @@ def test_f25_on_other_data_the_best_loss_begins_anew(run, sums, tmp_path):
 
 @pytest.fixture
 def as_one(monkeypatch):
-    """The model compiled as one piece, as for CUDA graphs."""
+    """Compile the model as one piece, as for CUDA graphs."""
     plan = compiling.Plan(None, "default", cuda_graphs=True)
     monkeypatch.setattr(compiling, "plan", lambda *asked: plan)
     monkeypatch.setattr(compiling, "graphs_report", lambda: "")
@@ -618,11 +618,11 @@ def test_f28_compiled_model_is_saved_under_plain_names(run, sums, tmp_path, monk
     names = list(checkpoint.load(tmp_path / "ckpt.pt")["model"])
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2  # training and evaluation
     assert wrapped and not [n for n in names if "_orig_mod" in n or "module." in n]
-    assert any("_orig_mod" in name for name in wrapped[0].state_dict())  # the naive names
+    assert any("_orig_mod" in name for name in wrapped[0].state_dict())  # the wrapper's own names
 
 
 def test_f07_every_batch_goes_through_the_compiled_model(run, sums, tmp_path, monkeypatch, as_one):
-    """Evaluated uncompiled, a model takes memory of sizes that training has no use for."""
+    """Eager evaluation would allocate blocks of sizes that compiled training cannot reuse."""
 
     class Compiled(torch.nn.Module):
         def __init__(self, model):
@@ -720,13 +720,13 @@ os.close(terminal)
 """
     arguments = [*TINY, f"--dataset={sums}", f"--out_dir={tmp_path}", "--max_iters=100000"]
     process = fork("train.py", *arguments, code=code)
-    assert process.stdout.read() == ""  # it has no other terminal any more, so ours can be closed
+    assert process.stdout.read() == ""  # it has switched to the terminal, so we can close ours
     os.close(ours)
     shown = b""
     while b"iter      5" not in shown:
         shown += os.read(terminal, 1000)
     os.close(terminal)
-    while process.poll() is None:  # the shell passes it on, the system sends one more
+    while process.poll() is None:  # the shell forwards it, and the kernel sends another
         process.send_signal(signal.SIGHUP)
         time.sleep(0.005)
     assert process.wait(60) == 0
@@ -763,7 +763,7 @@ def test_a_full_disk_costs_metrics_but_not_the_run(run, sums, tmp_path, monkeypa
     assert shown.count("is incomplete: [Errno 28] No space left") == 1
     assert "finished at iteration 10" in shown
     entries = read_metrics(tmp_path / "metrics.jsonl")
-    assert entries[-1]["iter"] == 10 and len(entries) == len(calls) - 3  # none is lost but those
+    assert entries[-1]["iter"] == 10 and len(entries) == len(calls) - 3  # only those are lost
 
 
 def test_the_command_for_samples_can_be_copied(run, sums, tmp_path):
@@ -867,12 +867,12 @@ def test_the_log_names_what_differs_from_the_defaults_and_the_checkpoint_has_all
     assert named.items() >= {"learning_rate": "0.01", "n_layer": "2"}.items()
     for key, value in named.items():
         assert str(config[key]) == value != str(defaults[key].default)
-    assert "n_embd" not in named  # given, but as it is anyway
-    assert not {"n_kv_head", "n_hidden", "vocab_size"} & named.keys()  # found out, not set
+    assert "n_embd" not in named  # passed, but equal to the default
+    assert not {"n_kv_head", "n_hidden", "vocab_size"} & named.keys()  # derived, not set
 
 
 def test_f25_an_evaluation_of_other_windows_begins_the_best_loss_anew(run, sums, tmp_path):
-    """A loss of a few easy windows is no progress."""
+    """A lower loss on a few easy windows is not progress."""
     train(run, tmp_path, sums, "--max_iters=10", "--eval_interval=10")
     resume = "--init_from=resume", "--max_iters=20", "--eval_interval=10"
     shown = train(run, tmp_path, sums, *resume, "--eval_iters=1")
@@ -884,8 +884,8 @@ def test_f25_an_evaluation_of_other_windows_begins_the_best_loss_anew(run, sums,
 
 
 def test_f22_a_run_is_prolonged_from_before_its_decay(run, sums, tmp_path):
-    """It is as if it had been longer from the start. From its end the rate jumps, and a line says
-    so."""
+    """Resuming from before_decay.pt gives the same curve as a longer run. Resuming from the end
+    makes the learning rate jump, with a note."""
     wsd = "--lr_schedule=wsd", "--decay_fraction=0.5", "--lr_decay_iters=0", "--warmup_iters=0"
     longer = "--init_from=resume", "--max_iters=12"
     train(run, tmp_path / "whole", sums, *wsd, "--max_iters=12")
@@ -902,10 +902,10 @@ def test_f22_a_run_is_prolonged_from_before_its_decay(run, sums, tmp_path):
     best = (checkpoints / "best.pt").read_bytes()
     shutil.copy(checkpoints / "before_decay.pt", checkpoints / "ckpt.pt")
     assert "rises" not in train(run, checkpoints, sums, *wsd, *longer)
-    assert checkpoint.load(checkpoints / "before_decay.pt")["iter_num"] == 6  # the longer run's
+    assert checkpoint.load(checkpoints / "before_decay.pt")["iter_num"] == 6  # from the longer run
     assert (checkpoints / "previous" / "best.pt").read_bytes() == best
     assert losses(checkpoints) == losses(tmp_path / "whole")
-    train(run, tmp_path / "late", sums, "--max_iters=1")  # another run: it overwrites nothing
+    train(run, tmp_path / "late", sums, "--max_iters=1")  # another run archives it
     assert checkpoint.load(tmp_path / "late" / "previous" / "before_decay.pt")["iter_num"] == 4
 
 
@@ -938,7 +938,7 @@ def test_a_state_before_the_decay_is_of_the_run_that_goes_on(run, sums, tmp_path
 def test_f25_a_mistake_that_is_stopped_at_once_changes_no_checkpoint(
     run, sums, tmp_path, monkeypatch
 ):
-    """Other windows begin the best loss anew; what was the best is kept."""
+    """Other windows reset the best loss, but the old best.pt is kept."""
     train(run, tmp_path, sums, "--max_iters=10", "--eval_interval=10")
     ckpt, best = ((tmp_path / name).read_bytes() for name in ("ckpt.pt", "best.pt"))
     resume = "--init_from=resume", "--max_iters=20", "--eval_interval=10"
@@ -951,7 +951,7 @@ def test_f25_a_mistake_that_is_stopped_at_once_changes_no_checkpoint(
 
 
 def test_a_best_loss_whose_weights_are_gone_is_no_bar(run, sums, tmp_path):
-    """After a kill between best.pt and ckpt.pt, best.pt is of a step that is taken once more."""
+    """After a kill between saving best.pt and ckpt.pt, best.pt is from a step that runs again."""
     arguments = "--eval_interval=10", "--learning_rate=1e-3"
     train(run, tmp_path, sums, *arguments, "--max_iters=10")
     before = (tmp_path / "ckpt.pt").read_bytes()
@@ -961,7 +961,7 @@ def test_a_best_loss_whose_weights_are_gone_is_no_bar(run, sums, tmp_path):
     worse = "--learning_rate=3.0", "--min_lr=3.0", "--max_iters=15"
     shown = train(run, tmp_path, sums, "--eval_interval=5", *worse, "--init_from=resume")
     assert "note: moved best.pt to" in shown and "note: the checkpoint" not in shown
-    assert checkpoint.load(tmp_path / "best.pt")["iter_num"] == 10  # as good as it was
+    assert checkpoint.load(tmp_path / "best.pt")["iter_num"] == 10  # best since the resume
     shown = train(run, tmp_path, sums, "--max_iters=15", "--init_from=resume")
     assert "note: the checkpoint is at iteration 15 and max_iters=15: nothing is left" in shown
 
@@ -1009,7 +1009,7 @@ def test_the_bar_shows_loss_time_left_and_memory(monkeypatch, tmp_path):
 
 
 def test_graphs_that_were_skipped_are_counted_with_their_reason(monkeypatch):
-    """The recorded ones are counted on a GPU (test_gpu.py)."""
+    """test_gpu.py counts the recorded ones."""
     from torch._inductor.cudagraph_utils import log_cudagraph_skip_and_bump_counter
 
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
@@ -1107,7 +1107,7 @@ def test_activation_checkpointing_leaves_the_loss_curve_as_it_is(run, sums, tmp_
 
 
 def small_card(monkeypatch, sequences, checkpointed=None):
-    """A card on which training steps with more than `sequences` sequences run out of memory."""
+    """A fake GPU: training steps with more than `sequences` sequences run out of memory."""
     forward, use = model_file.GPT.forward, recompute.use_activation_checkpointing
     used = []
 
@@ -1169,8 +1169,8 @@ def test_f07_an_evaluation_that_does_not_fit_is_found_before_the_first_step(
 
 
 def test_f04_a_finer_split_leaves_no_shorter_last_batch(run, sums, tmp_path, monkeypatch):
-    """It would be compiled, and recorded as a CUDA graph, for its own shape. And the evaluation's
-    loss stays that of its 5 sequences."""
+    """A shorter batch would be compiled and recorded as a CUDA graph for its own shape. The
+    evaluation loss must still be that of the 5 sequences."""
     five = ["--batch_size=5", "--gradient_accumulation_steps=2", "--eval_iters=1", "--max_iters=2"]
     train(run, tmp_path / "whole", sums, *five)
     small_card(monkeypatch, sequences=2)
@@ -1182,7 +1182,7 @@ def test_f04_a_finer_split_leaves_no_shorter_last_batch(run, sums, tmp_path, mon
 
     monkeypatch.setattr(model_file.GPT, "forward", watched)
     train(run, tmp_path / "split", sums, *five)
-    assert sizes == {5, 2}  # the one that did not fit, and all others
+    assert sizes == {5, 2}  # the trial that did not fit, and all others
     whole, split = (evaluations(tmp_path / name)[-1] for name in ("whole", "split"))
     assert split == pytest.approx(whole, abs=1e-6)
 
@@ -1213,7 +1213,7 @@ def test_other_errors_of_a_step_are_not_taken_for_memory(run, sums, tmp_path, mo
 BARE = """
 import importlib.metadata, re, runpy, sys
 from importlib.machinery import PathFinder
-allowed, waiting = {"numpy"}, ["torch"]  # what pip would install for torch and numpy
+allowed, waiting = {"numpy"}, ["torch"]  # requirements of torch and numpy
 while waiting:
     name = waiting.pop()
     if name not in allowed:
@@ -1243,7 +1243,7 @@ runpy.run_path("train.py", run_name="__main__")
 
 
 def test_training_needs_torch_and_numpy_only(sums, tmp_path):
-    """With every installed package out of reach but torch, numpy and what they require."""
+    """Hides all installed packages except torch, numpy and their requirements."""
     arguments = [*TINY, f"--dataset={sums}", f"--out_dir={tmp_path}", "--sample_interval=5"]
     done = subprocess.run(
         [sys.executable, "-c", BARE, *arguments], cwd=ROOT, capture_output=True, text=True

@@ -1,4 +1,4 @@
-"""Write documents.jsonl, the task's data: 200 pieces of data/stdlib_char's held-out text.
+"""Write documents.jsonl, the data of the task: 200 pieces of data/stdlib_char's held-out text.
 
 python dev/harness/documents.py
 """
