@@ -224,7 +224,7 @@ class GPT(nn.Module):
         GPT-2, and smaller for layers named o_proj and down_proj, which add to the residual stream.
         Biases, other parameters, and weights that you set in a module's __init__ keep their values.
         """
-        into_residual = 0.02 / math.sqrt(2 * self.config.n_layer)
+        residual_std = 0.02 / math.sqrt(2 * self.config.n_layer)
         for name, layer in self.named_modules():
             if not isinstance(layer, nn.Linear | nn.Embedding):
                 continue
@@ -233,7 +233,7 @@ class GPT(nn.Module):
                 continue
             if layer.weight._version != 1:  # changed since the layer's own init: keep it
                 continue
-            std = into_residual if name.endswith(("o_proj", "down_proj")) else 0.02
+            std = residual_std if name.endswith(("o_proj", "down_proj")) else 0.02
             # one generator per matrix: its values must not depend on the sizes of the others
             seed = int(torch.randint(2**63 - 1, (), device="cpu"))
             self.draws[f"{name}.weight"] = std, seed

@@ -22,7 +22,7 @@ from typing import Any
 
 from configurator import configure
 from steady import UserError
-from steady.folder import whole_file
+from steady.folder import atomic_write
 from steady.runlog import read_json_lines, read_metrics, training_clock
 
 # the plot
@@ -208,7 +208,7 @@ if Path(png).is_file() and WRITER.encode() not in Path(png).read_bytes():
     raise UserError(f"{png} exists and was not made by plot.py: move it, or use another --png")
 try:
     kind = Path(png).suffix[1:]
-    with whole_file(Path(png)) as file:  # if the disk is full, the old plot stays
+    with atomic_write(Path(png)) as file:  # if the disk is full, the old plot stays
         written = {"Creator" if kind != "png" else "Software": WRITER}
         figure.savefig(file, dpi=150, format=kind, metadata=written)
 except ValueError as error:

@@ -108,7 +108,7 @@ data = DataSet(dataset, vocab_size)
 if verify_data and process.master:
     data.verify()
 asked = GPTConfig.from_settings(config, data.padded_vocab_size)
-config["init_from"] = checkpoint.begin_from(init_from, ckpt_path, process)
+config["init_from"] = checkpoint.resolve_init_from(init_from, ckpt_path, process)
 if config["init_from"] == "scratch":
     start = checkpoint.Start(asked.settings())
 elif config["init_from"] == "resume":  # requested, or torchrun restarted this launch
@@ -146,7 +146,7 @@ iter_num, best_val_loss = start.iter_num, start.best_val_loss
 # position in the data, correct even if a resume changes the global batch size
 data_offset = start.sequences - iter_num * sequences_per_iter
 if process.master and not eval_only:
-    folder.archive_previous_run(out_path, start.outdated)
+    folder.archive_previous_run(out_path, start.stale_files)
 pretrained = start.pretrained  # a pretrained model's metadata, for exports
 del start  # free the checkpoint's tensors
 
@@ -252,7 +252,7 @@ micro_batches = loader.micro_batches(iter_num)
 log.start_clock(iter_num, sequences_per_iter * block_size, raw_model.flops_per_token(), process)
 skipped = torch.zeros((), device=process.device)  # consecutive steps with non-finite gradients
 stopping = stop_request.stop_requested()
-with Saving(ckpt_path, training_state, process, not eval_only, fit.flags_for_less, log.line) as run:
+with Saving(ckpt_path, training_state, process, not eval_only, fit.memory_flags, log.line) as run:
     while not stopping:
         # ---- learning rate ----------------------------------------------------
         lr = optim.set_schedule(opt, iter_num, config)

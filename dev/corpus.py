@@ -44,8 +44,8 @@ from tqdm import tqdm
 
 from configurator import configure
 from steady import UserError
-from steady.folder import whole_file
-from steady.prepare import require_ours, write_dataset
+from steady.folder import atomic_write
+from steady.prepare import refuse_foreign_files, write_dataset
 from steady.tokenizer import load_tokenizer
 
 out = ""  # folder for the data set; default: data/manuals
@@ -113,7 +113,7 @@ def download(package: Package) -> None:
     if hashlib.sha256(content).hexdigest() != package.sha256:
         raise UserError(f"{package.file} does not have the checksum in {packages_file}")
     path.parent.mkdir(parents=True, exist_ok=True)
-    with whole_file(path) as file:
+    with atomic_write(path) as file:
         file.write(content)
 
 
@@ -229,7 +229,7 @@ cache_folder = Path(cache or folder / "packages")
 packages_file = Path(listed or Path(__file__).with_suffix(".txt"))
 seen_lines: Counter[bytes] = Counter()
 seen_paragraphs: Counter[bytes] = Counter()
-require_ours(folder)
+refuse_foreign_files(folder)
 chosen, wanted = load_tokenizer(tokenizer), packages()
 index, opener = package_index()
 for package in tqdm(wanted, "downloading", unit="package"):

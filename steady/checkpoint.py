@@ -35,17 +35,17 @@ from torch.utils._pytree import tree_map
 from model import GPTConfig
 from steady import UserError, distributed
 from steady.dataloader import DataSet
-from steady.distributed import ALONE, Process
+from steady.distributed import SINGLE_PROCESS, Process
 from steady.folder import (
     CANNOT,
     FILES,
     hold_lock,
     last_archived,
-    put_in_place,
+    replace_file,
     require_file,
-    to_disk,
+    sync_to_disk,
 )
-from steady.optim import decay_start, kind_of, learning_rate_at, load_state
+from steady.optim import decay_start, learning_rate_at, load_state, optimizer_name
 from steady.output import shown, waiting
 from steady.tokenizer import TEMPLATES, Tokenizer, check_meta, from_meta
 
@@ -67,7 +67,7 @@ def as_saved(content: dict[str, Any]) -> dict[str, Any]:
     for key, value in content.items():
         saved[key] = dict(value.state_dict()) if hasattr(value, "state_dict") else value
         if isinstance(value, torch.optim.Optimizer):
-            saved[key] = {"kind": kind_of(value)} | saved[key]
+            saved[key] = {"kind": optimizer_name(value)} | saved[key]
     return saved
 
 
@@ -75,7 +75,7 @@ def save(
     path: Path,
     content: dict[str, Any],
     must_be_finite: Collection[str] | None = None,
-    process: Process = ALONE,
+    process: Process = SINGLE_PROCESS,
     read_back: bool = True,
 ) -> None:
     """Write `content` to `path`. A crash, a full disk or a disk that returns wrong bytes leaves the
@@ -93,7 +93,7 @@ def save(
     Raises UserError for weights that are not finite, so that they never replace good ones.
     """
     names = parameter_names(content.get("model")) if must_be_finite is None else must_be_finite
-    content = {"format": FORMAT, "launch": distributed.launch()} | as_saved(content)
+    content = {"format": FORMAT, "launch": distributed.launch_id()} | as_saved(content)
     weights = distributed.local_shards([content["model"][name] for name in names])
     finite = are_finite([w for w in weights if isinstance(w, Tensor) and w.is_floating_point()])
     if distributed.gather_objects(process, finite).count(False):
@@ -138,7 +138,7 @@ def save(
         if read_back:
             check = partial(check_sums, temporary, process.rank, process.world_size)
             distributed.all_or_none(process, check)
-        on_first(lambda: put_in_place(temporary, path))
+        on_first(lambda: replace_file(temporary, path))
     except OSError as error:
         if error.errno and not error.filename:
             error.filename = str(path)  # the error for a full disk names no file
@@ -151,7 +151,7 @@ def save(
 def write_whole(path: Path, content: dict[str, Any]) -> None:
     with open(path, "wb") as file:
         torch.save(content, file)
-        to_disk(file)
+        sync_to_disk(file)
 
 
 def write_parts(
@@ -195,14 +195,14 @@ def write_sums(path: Path, sums: list[list[tuple[int, int]]]) -> None:
             if number := re.search(r"/data/(\d+)$", name):
                 total = 0
                 for process in sums:
-                    total = joined_crc(total, *process[int(number[1])])
+                    total = combined_crc(total, *process[int(number[1])])
                 file.seek(directory + 16)
                 file.write(total.to_bytes(4, "little"))
             directory += 46 + name_length + extra + comment
-        to_disk(file)
+        sync_to_disk(file)
 
 
-def joined_crc(first: int, second: int, n_bytes: int) -> int:
+def combined_crc(first: int, second: int, n_bytes: int) -> int:
     """Combine the CRC-32s of two consecutive pieces of data, where the second has `n_bytes` (the
     method of zlib's crc32_combine)."""
     for k in range((8 * n_bytes).bit_length()):
@@ -293,7 +293,7 @@ def try_save(
     if not overwrite and distributed.any_process(path.exists()):
         return True
     began, names = time.perf_counter(), parameter_names(content.get("model"))
-    distributed.limit_waiting(process, 60)  # the others wait while one process writes
+    distributed.set_timeout(process, 60)  # the others wait while one process writes
     content = as_saved(content)
     together = process.shards_model and distributed.on_one_machine()
     if not together:
@@ -301,7 +301,7 @@ def try_save(
 
     def write(path: Path) -> None:
         if together or process.master:
-            save(path, content, names, process if together else ALONE, read_back)
+            save(path, content, names, process if together else SINGLE_PROCESS, read_back)
 
     failed = False
     try:
@@ -311,12 +311,12 @@ def try_save(
             say(f"saved {path}: {size:,.1f} MB in {seconds:.1f} s")
     except Exception as error:
         kept = " (the last good one is kept)" if path.is_file() else ""
-        say(f"warning: {path} was not saved{kept}: {what_failed(error)}")
+        say(f"warning: {path} was not saved{kept}: {failure_reason(error)}")
         failed = True
     failed = distributed.any_process(failed)
     if failed and last:
         say(save_elsewhere(path, write, process))
-    distributed.limit_waiting(process)
+    distributed.set_timeout(process)
     return not failed
 
 
@@ -330,11 +330,11 @@ def save_elsewhere(path: Path, write: Callable[[Path], None], process: Process) 
     except Exception as error:
         if folder is not None and process.master:
             shutil.rmtree(folder, ignore_errors=True)
-        return f"warning: it was not saved in the temporary folder either: {what_failed(error)}"
+        return f"warning: it was not saved in the temporary folder either: {failure_reason(error)}"
     return f"saved {folder / path.name} instead: to resume from it, move it to {path}"
 
 
-def what_failed(error: Exception) -> str:
+def failure_reason(error: Exception) -> str:
     """The reason in words. torch's writer reports only an unexpected position; the OSError that led
     to it has the reason."""
     found = error
@@ -353,7 +353,7 @@ def load_plain(path: Path) -> Any:
         return torch.load(path, map_location="cpu", weights_only=True)
 
 
-def begin_from(init_from: str, path: Path, process: Process) -> str:
+def resolve_init_from(init_from: str, path: Path, process: Process) -> str:
     """Returns "resume" if torchrun has restarted the processes of a launch that has already saved
     `path`, else `init_from`. The first process decides for all. (With several machines torchrun
     does not count all restarts.)"""
@@ -361,7 +361,7 @@ def begin_from(init_from: str, path: Path, process: Process) -> str:
     def decide() -> str:
         with contextlib.suppress(Exception):  # missing or damaged: not from this launch
             require_file(path)
-            if load_plain(path)["launch"] == distributed.launch():
+            if load_plain(path)["launch"] == distributed.launch_id():
                 return "resume"
         return init_from
 
@@ -431,46 +431,46 @@ def load(path: Path, kinds: dict[str, type] = WEIGHTS_ONLY) -> dict[str, Any]:
         check_tensors(content["model"], path)
         if kinds is EVERYTHING:
             check_optimizer(content, path)
-        came_with = content.setdefault("pretrained", None)
+        pretrained_files = content.setdefault("pretrained", None)
         if "pretrained_dtype" in content:  # checkpoints from before 2026-11-25
             dtype = content["pretrained_dtype"]
-            came_with = {"dtype": dtype} if isinstance(dtype, str) else dtype
-            content["pretrained"] = came_with
-        if came_with is not None:
-            check_came_with(came_with, f"{path}, pretrained")
+            pretrained_files = {"dtype": dtype} if isinstance(dtype, str) else dtype
+            content["pretrained"] = pretrained_files
+        if pretrained_files is not None:
+            check_pretrained_files(pretrained_files, f"{path}, pretrained")
         check_meta(content["tokenizer"], f"{path}, tokenizer")
     except UserError as error:
-        raise UserError(f"{error}{what_else(path)}") from None
+        raise UserError(f"{error}{intact_alternatives(path)}") from None
     return content
 
 
-def check_came_with(came_with: Any, source: str) -> None:
-    """Raises UserError unless `came_with` has the form of `Pretrained.came_with` (convert.py)."""
+def check_pretrained_files(pretrained_files: Any, source: str) -> None:
+    """Raises UserError unless they have the form of `Pretrained.pretrained_files` (convert.py)."""
     kinds = {name: dict for name in ("config", "generation_config", "tokenizer_config",
                                      "special_tokens_map", TEMPLATES)}  # fmt: skip
-    good = isinstance(came_with, dict) and all(
-        isinstance(value, kinds.get(key, str)) for key, value in came_with.items()
+    good = isinstance(pretrained_files, dict) and all(
+        isinstance(value, kinds.get(key, str)) for key, value in pretrained_files.items()
     )
     good = good and all(
         re.fullmatch(r"[\w-]+", str(name)) and isinstance(text, str)
-        for name, text in came_with.get(TEMPLATES, {}).items()
+        for name, text in pretrained_files.get(TEMPLATES, {}).items()
     )
     if good:
         try:
-            json.dumps(came_with)
-            longest = came_with.get("config", {}).get("max_position_embeddings", 0)
+            json.dumps(pretrained_files)
+            longest = pretrained_files.get("config", {}).get("max_position_embeddings", 0)
             good = type(longest) is int and 0 <= longest < 2**31
         except (TypeError, ValueError, RecursionError):
             good = False
     if not good:
-        raise UserError(f"{source} is not what convert.py writes: {reprlib.repr(came_with)}")
-    dtype = getattr(torch, str(came_with.get("dtype")), None)
+        raise UserError(f"{source} is not what convert.py writes: {reprlib.repr(pretrained_files)}")
+    dtype = getattr(torch, str(pretrained_files.get("dtype")), None)
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-        found = reprlib.repr(came_with.get("dtype"))
+        found = reprlib.repr(pretrained_files.get("dtype"))
         raise UserError(f"{source} has no floating-point dtype: {found}")
 
 
-def what_else(path: Path) -> str:
+def intact_alternatives(path: Path) -> str:
     """The end of an error message about `path`: the other checkpoints that can be used."""
     before = last_archived(path.parent)
     uses = {
@@ -646,7 +646,7 @@ def load_weights(model: nn.Module, weights: dict[str, Tensor], path: Path) -> No
     own = {}
     for name, tensor in model.state_dict().items():
         own[name] = distributed.local_shards([tensor])[0]
-        own[name].copy_(distributed.own_part(weights[name], tensor))
+        own[name].copy_(distributed.local_rows(weights[name], tensor))
     check_finite({name: own[name] for name in parameter_names(model)}, path)
 
 
@@ -667,7 +667,7 @@ class Start(NamedTuple):
     sequences: int = 0  # number drawn from the training data so far
     optimizer: dict[str, Any] | None = None
     scaler: dict[str, Any] | None = None
-    outdated: tuple[str, ...] = FILES  # files in the folder from another run
+    stale_files: tuple[str, ...] = FILES  # files in the folder from another run
     source: Path = Path()  # where all this comes from, for messages
 
     def load_weights(self, model: nn.Module) -> None:
@@ -718,21 +718,21 @@ def resume(
 
     def decide() -> tuple[float, list[str]]:
         """The best loss so far, and the files in the folder that belong to another run."""
-        best_val_loss, notes = what_changed(saved, data, config, process.dtype, path)
-        now, outdated = saved["iter_num"], []
+        best_val_loss, notes = resume_notes(saved, data, config, process.dtype, path)
+        now, stale_files = saved["iter_num"], []
         is_later = iteration_of(path.with_name("best.pt")) > now
         if is_later or best_val_loss != saved["best_val_loss"]:
-            outdated.append("best.pt")
+            stale_files.append("best.pt")
         if is_later:  # it has replaced the one that had `saved`'s best loss
             best_val_loss = math.inf
         if iteration_of(path.with_name("before_decay.pt")) >= now:
-            outdated.append("before_decay.pt")
+            stale_files.append("before_decay.pt")
         print(f"resuming from {path} at iteration {now}")
         for note in notes:
             print(f"note: {note}")
-        return best_val_loss, outdated
+        return best_val_loss, stale_files
 
-    best_val_loss, outdated = distributed.on_rank0_first(process, decide)
+    best_val_loss, stale_files = distributed.on_rank0_first(process, decide)
     return Start(
         model_config,
         saved["model"],
@@ -742,12 +742,12 @@ def resume(
         saved["sequences"],
         saved["optimizer"],
         saved["scaler"],
-        tuple(outdated),
+        tuple(stale_files),
         path,
     )
 
 
-def what_changed(
+def resume_notes(
     saved: dict[str, Any], data: DataSet, config: dict[str, Any], dtype: torch.dtype, path: Path
 ) -> tuple[float, list[str]]:
     """The best loss so far for a run that resumes from `saved`, and notes about changes that the

@@ -38,7 +38,7 @@ class Plan:
     def compiled(self) -> bool:
         return self.obstacle is None
 
-    def give_up(self, obstacle: str) -> None:
+    def fall_back(self, obstacle: str) -> None:
         """Fall back to eager."""
         self.obstacle, self.cuda_graphs = obstacle, False
 

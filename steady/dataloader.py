@@ -21,8 +21,8 @@ import numpy as np
 import torch
 
 from steady import UserError
-from steady.distributed import ALONE, Process
-from steady.folder import beginning_crc, file_crc, require_file
+from steady.distributed import SINGLE_PROCESS, Process
+from steady.folder import crc_of_start, file_crc, require_file
 from steady.shuffle import permute, scramble
 from steady.tokenizer import META_KEYS, check_meta
 
@@ -94,7 +94,7 @@ class DataSet:
         for name in ("train.bin", "val.bin"):
             require_file(folder / name)
             with contextlib.suppress(FileNotFoundError):
-                beginning, size = beginning_crc(folder / name), (folder / name).stat().st_size
+                beginning, size = crc_of_start(folder / name), (folder / name).stat().st_size
                 self.ids[name] = f"{beginning:08x}, {size} bytes"
                 if self.meta.get("begins", {}).get(name[:-4], beginning) != beginning:
                     raise UserError(
@@ -243,7 +243,7 @@ class DataLoader:
         batch_size: int,
         accumulation: int,
         seed: int,
-        process: Process = ALONE,
+        process: Process = SINGLE_PROCESS,
         offset: int = 0,
     ):
         self.file, self.batch_size, self.seed = file, batch_size, seed
@@ -291,7 +291,7 @@ def eval_batches(
     file: TokenFile,
     batch_size: int,
     n_sequences: int,
-    process: Process = ALONE,
+    process: Process = SINGLE_PROCESS,
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor, float]]:
     """The same `n_sequences` windows every time, spread evenly over the file. Yields tokens,
     targets, and the batch's share of all windows, which is its weight in the mean loss.

@@ -35,7 +35,7 @@ from steady.hardware import autocast, choose_device, choose_dtype
 from steady.recompute import repeated_blocks
 
 NAMES = ("out_dir", "wandb_project", "wandb_run_name")  # settings that do not affect training
-PARAMS_PER_EXCHANGE = 2**27  # fsdp's limit, unless a single block is larger
+PARAMS_PER_GROUP = 2**27  # fsdp's limit, unless a single block is larger
 
 
 MPI_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE", "MPI_LOCALNRANKS")
@@ -76,7 +76,7 @@ class Process(NamedTuple):
         return autocast(self.device, self.dtype)
 
 
-ALONE = Process()
+SINGLE_PROCESS = Process()
 
 
 def restarts() -> int:
@@ -88,7 +88,7 @@ def restarts() -> int:
 
 
 @functools.cache
-def launch() -> str:
+def launch_id() -> str:
     """The ID of this command in this torchrun launch, kept across restarts; "" without torchrun.
     (torchrun's own ID is "none" unless the user sets it, and containers reuse process IDs.)"""
     if "TORCHELASTIC_RUN_ID" not in os.environ:
@@ -124,7 +124,7 @@ def on_one_machine() -> bool:
     return os.environ.get("LOCAL_WORLD_SIZE", "") == os.environ.get("WORLD_SIZE")
 
 
-def peer_has_ended(error: BaseException) -> bool:
+def is_peer_failure(error: BaseException) -> bool:
     """Whether communication failed because another process died or hangs: its connection was
     closed, reset or refused, or timed out. The type tells torch's errors from the Hugging Face
     hub's, which mention connections too."""
@@ -231,7 +231,7 @@ def start(process: Process, config: dict[str, Any], cuda_graphs: bool = False) -
     try:
         store, _, _ = next(rendezvous("env://"))
         if has_store():
-            store = dist.PrefixStore(meet(store, process), store)
+            store = dist.PrefixStore(rendezvous_prefix(store, process), store)
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
     except (ValueError, RuntimeError) as error:
         reason = str(error).splitlines()[0]
@@ -239,7 +239,7 @@ def start(process: Process, config: dict[str, Any], cuda_graphs: bool = False) -
     show_error = sys.excepthook
 
     def show_error_and_exit(kind: type[BaseException], error: BaseException, trace: Any) -> None:
-        if peer_has_ended(error):
+        if is_peer_failure(error):
             print(f"rank {rank}: error: another process has ended or hangs", file=sys.stderr)
         else:
             show_error(kind, error, trace)
@@ -256,7 +256,7 @@ def start(process: Process, config: dict[str, Any], cuda_graphs: bool = False) -
         raise UserError(f"the processes have different settings: {listed}")
 
 
-def meet(store: dist.Store, process: Process) -> str:
+def rendezvous_prefix(store: dist.Store, process: Process) -> str:
     """A key prefix for these processes in torchrun's store. The store survives restarts, so without
     a prefix they would connect to the addresses of dead processes. (torchrun's restart count cannot
     be the prefix: every machine keeps its own count.)
@@ -372,14 +372,14 @@ def all_reduce_min(value: float) -> float:
     return float(found)
 
 
-HANGING = 5.0  # minutes without an answer before a process counts as hung
+TIMEOUT_MINUTES = 5.0  # minutes without an answer before a process counts as hung
 
 
-def limit_waiting(process: Process, minutes: float | None = None) -> None:
+def set_timeout(process: Process, minutes: float | None = None) -> None:
     """Set the timeout for communication, so that a hanging process ends the run. Before the
     training loop, torch's own timeouts apply: 10 minutes with NCCL, 30 with gloo."""
     if process.world_size > 1:
-        dist.distributed_c10d._set_pg_timeout(timedelta(minutes=minutes or HANGING))
+        dist.distributed_c10d._set_pg_timeout(timedelta(minutes=minutes or TIMEOUT_MINUTES))
 
 
 def any_process(flag: bool) -> bool:
@@ -423,11 +423,11 @@ def sum_gradients(process: Process, parameters: Sequence[nn.Parameter], in_place
             parameter.grad = total
 
 
-def blocks_per_exchange(n_layer: int, block_params: int) -> int:
+def blocks_per_group(n_layer: int, block_params: int) -> int:
     """How many blocks fsdp communicates at once. The host needs as much time for small blocks as
     for large ones, but small ones keep the GPU busy for less time. At least four groups remain if
     there are four blocks, so that communication overlaps with computation."""
-    return max(1, min(PARAMS_PER_EXCHANGE // max(1, block_params), n_layer // 4))
+    return max(1, min(PARAMS_PER_GROUP // max(1, block_params), n_layer // 4))
 
 
 def shard(model: nn.Module, process: Process) -> None:
@@ -450,7 +450,7 @@ def shard(model: nn.Module, process: Process) -> None:
             f"parallel=fsdp cannot shard the scalar parameters {', '.join(scalars)}: "
             "give them the shape (1,), or use parallel=ddp"
         )
-    groups = exchange_groups(model)
+    groups = fsdp_groups(model)
     on_rank0_first(process, lambda: require_initial_values(model, groups))
     policy = MixedPrecisionPolicy(
         param_dtype=None if process.dtype == torch.float32 else process.dtype,
@@ -458,7 +458,7 @@ def shard(model: nn.Module, process: Process) -> None:
         cast_forward_inputs=False,  # the rotary tables stay in float32
     )
     mesh = init_device_mesh(process.device.type, (process.world_size,))
-    for modules in with_values(model, groups, process.device):
+    for modules in initialized_groups(model, groups, process.device):
         fully_shard(modules, mesh=mesh, mp_policy=policy)
         modules[0].set_gradient_divide_factor(1.0)  # sum: the losses are already divided
         modules[0].set_force_sum_reduction_for_comms(True)  # gloo supports only sums
@@ -473,15 +473,15 @@ def shard(model: nn.Module, process: Process) -> None:
 REMEDY = "set them in their module's reset_parameters(), or use parallel=ddp"
 
 
-def exchange_groups(model: nn.Module) -> list[list[nn.Module]]:
+def fsdp_groups(model: nn.Module) -> list[list[nn.Module]]:
     """The groups of modules that fsdp communicates together: a few blocks each, the rest last."""
     blocks = repeated_blocks(model)
     largest = max((sum(p.numel() for p in block.parameters()) for block in blocks), default=0)
-    n = blocks_per_exchange(len(blocks), largest)
+    n = blocks_per_group(len(blocks), largest)
     return [*(blocks[i : i + n] for i in range(0, len(blocks), n)), [model]]
 
 
-def with_values(
+def initialized_groups(
     model: nn.Module, groups: list[list[nn.Module]], device: torch.device
 ) -> Iterator[list[nn.Module]]:
     """Yield each of the `groups` of a model on the meta device, once its tensors are on `device`
@@ -526,14 +526,15 @@ def require_initial_values(model: nn.Module, groups: list[list[nn.Module]]) -> N
             torch.manual_seed(seed)
             with torch.device(device):
                 built.append(type(model)(config))
-        for _ in with_values(built[2], exchange_groups(built[2]), torch.device("cpu")):
+        for _ in initialized_groups(built[2], fsdp_groups(built[2]), torch.device("cpu")):
             pass
     one, other, ours = (
         dict([*found.named_parameters(), *found.named_buffers()]) for found in built
     )
+    drawn = getattr(model, "draws", ())
     unknown = [
         name for name in ours
-        if not are_alike(ours[name], one[name], other[name], name in getattr(model, "draws", ()))
+        if not same_initial_values(ours[name], one[name], other[name], name in drawn)
     ]  # fmt: skip
     if unknown:
         raise UserError(
@@ -542,7 +543,7 @@ def require_initial_values(model: nn.Module, groups: list[list[nn.Module]]) -> N
 
 
 @torch.no_grad()
-def are_alike(found: Tensor, one: Tensor, other: Tensor, drawn: bool) -> bool:
+def same_initial_values(found: Tensor, one: Tensor, other: Tensor, drawn: bool) -> bool:
     """Whether the `found` initial values equal those of `one` seed. Values that depend on the seed
     and are not `drawn` by the model need only the same mean and standard deviation."""
     if drawn or torch.equal(one, other):
@@ -582,7 +583,7 @@ def materialize(part: nn.Module, device: torch.device) -> None:
     del keep
 
 
-def keep_gathered(model: nn.Module) -> None:
+def keep_unsharded(model: nn.Module) -> None:
     """Keep a sharded model's gathered weights from forward to backward. This saves a third of the
     communication, and takes memory for all weights in `shard`'s dtype."""
     for block in repeated_blocks(model):
@@ -623,7 +624,7 @@ def gather_full(state: Any) -> Any:
     return state
 
 
-def own_part(whole: Tensor, like: Tensor) -> Tensor:
+def local_rows(whole: Tensor, like: Tensor) -> Tensor:
     """This process's rows of `whole`, if sharded like `like`. If `whole` is a memory-mapped file,
     no other rows are read."""
     if not is_sharded(like):

@@ -75,12 +75,12 @@ class Float8Linear(nn.Linear):
         rows = x.numel() // x.shape[-1]
         if not self.training or not torch.is_grad_enabled() or rows % MULTIPLE:
             return super().forward(x)
-        y = _Float8Product.apply(x.flatten(0, -2).bfloat16(), self.weight)
+        y = _Float8Matmul.apply(x.flatten(0, -2).bfloat16(), self.weight)
         y = y.unflatten(0, x.shape[:-1])
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
 
-class _Float8Product(torch.autograd.Function):
+class _Float8Matmul(torch.autograd.Function):
     """x (rows, in) @ weight.T (in, out) in bfloat16; the weight's gradient has its dtype."""
 
     @staticmethod

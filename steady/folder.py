@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from steady import UserError
-from steady.output import outlive_readers, waiting
+from steady.output import survive_closed_streams, waiting
 
 try:
     import fcntl
@@ -43,7 +43,7 @@ def claim(out_dir: Path) -> None:
     Raises UserError if the folder is not writable, or if another run is writing there. From here on
     printing never raises: a run must not end because nobody reads its output.
     """
-    outlive_readers()
+    survive_closed_streams()
     try:
         os.fsencode(out_dir).decode("utf-8")  # torch.load needs UTF-8
     except UnicodeDecodeError:
@@ -119,9 +119,9 @@ def hold_lock(out_dir: Path) -> None:
     if out_dir not in held:
         return
     lock, opened = held[out_dir]
-    if is_still(out_dir / ".lock", lock):
+    if is_same_file(out_dir / ".lock", lock):
         return
-    only_unlocked = is_still(out_dir, opened) and not (out_dir / ".lock").exists()
+    only_unlocked = is_same_file(out_dir, opened) and not (out_dir / ".lock").exists()
     claim(out_dir)
     if only_unlocked:
         return
@@ -129,7 +129,7 @@ def hold_lock(out_dir: Path) -> None:
     archive_previous_run(out_dir)
 
 
-def is_still(path: Path, opened: int) -> bool:
+def is_same_file(path: Path, opened: int) -> bool:
     """Whether `path` is still the file or folder behind the descriptor `opened`."""
     with contextlib.suppress(OSError):
         return os.path.samestat(os.stat(path), os.fstat(opened))
@@ -180,7 +180,7 @@ def last_archived(out_dir: Path) -> Path:
 
 
 @contextlib.contextmanager
-def whole_file(path: Path) -> Iterator[BinaryIO]:
+def atomic_write(path: Path) -> Iterator[BinaryIO]:
     """A file to write to, which replaces `path` at the end of the `with` block.
 
     Until then it has a temporary name, so an error, a crash or a full disk leaves `path` as it was.
@@ -189,8 +189,8 @@ def whole_file(path: Path) -> Iterator[BinaryIO]:
     try:
         with open(temporary, "wb") as file:
             yield file
-            to_disk(file)
-        put_in_place(temporary, path)
+            sync_to_disk(file)
+        replace_file(temporary, path)
     except BaseException as error:
         temporary.unlink(missing_ok=True)
         if isinstance(error, OSError) and error.filename is None:
@@ -198,7 +198,7 @@ def whole_file(path: Path) -> Iterator[BinaryIO]:
         raise
 
 
-def put_in_place(temporary: Path, path: Path) -> None:
+def replace_file(temporary: Path, path: Path) -> None:
     """Replace `path` with `temporary`, which must already be on disk."""
     os.replace(temporary, path)
     if os.name == "posix":  # make the rename itself durable
@@ -210,7 +210,7 @@ def put_in_place(temporary: Path, path: Path) -> None:
                 os.close(folder)
 
 
-def to_disk(file: BinaryIO) -> None:
+def sync_to_disk(file: BinaryIO) -> None:
     """Flush the file to disk, if the file system supports that, and drop it from the page cache, so
     that the next reader reads the disk."""
     file.flush()
@@ -224,7 +224,7 @@ def to_disk(file: BinaryIO) -> None:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def beginning_crc(path: str | Path) -> int:
+def crc_of_start(path: str | Path) -> int:
     """The CRC-32 of a file's first MiB, a quick way to tell files apart."""
     with open(path, "rb") as file:
         return zlib.crc32(file.read(2**20))

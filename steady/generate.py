@@ -126,7 +126,7 @@ def generate(
     block_size tokens of a longer prompt. When the context is full, it keeps the newer half.
     """
     size = model.config.block_size
-    serves = cache_serves(model, vocab_size or model.config.vocab_size)
+    serves = cache_is_exact(model, vocab_size or model.config.vocab_size)
     if not serves:
         print("note: a KV cache changes this model's output: sampling without one, which is slow",
               file=sys.stderr)  # fmt: skip
@@ -162,7 +162,7 @@ def generate(
     return tokens
 
 
-def cache_serves(model: GPT, vocab_size: int) -> bool:
+def cache_is_exact(model: GPT, vocab_size: int) -> bool:
     """Whether the model's last logits for a few tokens are the same with a KV cache. They differ if
     attention was edited but KVCache was not, or if other layers look at other positions."""
     weight, T = model.lm_head.weight, min(model.config.block_size, 32)

@@ -267,13 +267,13 @@ def multiply_by_onednn(cpuinfo: Path) -> bool:
         return False
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("medium")
-    if products_are_exact():
+    if matmuls_are_exact():
         return True
     torch.set_float32_matmul_precision(before)
     return False
 
 
-def products_are_exact() -> bool:
+def matmuls_are_exact() -> bool:
     """Whether a float32 matmul on the CPU is more precise than bfloat16."""
     a = torch.full((512, 512), 1 + 2**-12)  # 1.0 in bfloat16
     return bool(((a @ a).mean() - 512.25).abs() < 0.01)

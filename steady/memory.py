@@ -19,7 +19,7 @@ from steady.compiling import Plan
 from steady.distributed import Process
 
 CHECKPOINTING = CHOICES["activation_checkpointing"]
-SAFE = 0.8  # share of the memory that a rough estimate may use if there is no second try
+SAFETY_MARGIN = 0.8  # share of the memory that a rough estimate may use if there is no second try
 
 OUT_OF_MEMORY = "out of memory"
 # the messages of GPUs, their libraries, and CPUs
@@ -40,7 +40,7 @@ class Fit(NamedTuple):
     batch_size: int
     activation_checkpointing: str
     report: str
-    flags_for_less: str  # flags for the next smaller split; "" if there is none
+    memory_flags: str  # flags for the next smaller split; "" if there is none
 
 
 def flags(split: Split, sequences: int, eval_sequences: int) -> str:
@@ -118,7 +118,7 @@ def fit(
     splits, lines = splits_to_try(wanted, per_process), []
     # fsdp has no second try. On a GPU, skip only hopeless splits, to save the time to compile them.
     # A CPU's system hands out memory that it does not have, so trying is not safe there.
-    share = SAFE if process.shards_model else 2.0 if process.device.type == "cuda" else 1.0
+    share = SAFETY_MARGIN if process.shards_model else 2.0 if process.device.type == "cuda" else 1.0
     limit = share * distributed.all_reduce_min(hardware.machine_memory_gib(process.device))
 
     def may_fit(split: Split) -> bool:
@@ -146,7 +146,7 @@ def fit(
             else:  # this device does not report its peak
                 tokens = splits[0].batch_size * config["block_size"]
                 peak = rough_gib(config, tokens, splits[0].activation_checkpointing, process)
-            keep_gathered_if_there_is_room(model, peak, available_gib, process)
+            keep_unsharded_if_it_fits(model, peak, available_gib, process)
             gc.collect()
             gc.freeze()  # later collections skip the set-up's objects: scanning them stalls a step
             smaller = splits_to_try(splits[0], per_process)[1:2]
@@ -156,7 +156,7 @@ def fit(
         release()
         broken = failure not in ("", OUT_OF_MEMORY)
         if not process.shards_model and distributed.any_process(broken):  # try it uncompiled
-            plan.give_up(failure if broken else "it failed in another process")
+            plan.fall_back(failure if broken else "it failed in another process")
             lines.append(
                 f"warning: not compiled, because compiling fails here: {plan.obstacle} "
                 "(TORCHDYNAMO_VERBOSE=1 shows the whole error, --compile=False skips compiling)"
@@ -198,7 +198,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, MemoryError)
 
 
-def keep_gathered_if_there_is_room(
+def keep_unsharded_if_it_fits(
     model: nn.Module, peak_gib: float, available_gib: float, process: Process
 ) -> None:
     """With fsdp, keep the gathered weights from forward to backward if there is ample memory: this
@@ -206,8 +206,8 @@ def keep_gathered_if_there_is_room(
     if not process.shards_model:
         return
     weights = sum(p.numel() for p in model.parameters()) * process.dtype.itemsize / 2**30
-    if distributed.all_reduce_min(SAFE * available_gib - peak_gib - weights) > 0:
-        distributed.keep_gathered(model)
+    if distributed.all_reduce_min(SAFETY_MARGIN * available_gib - peak_gib - weights) > 0:
+        distributed.keep_unsharded(model)
 
 
 def release() -> None:

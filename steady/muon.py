@@ -31,7 +31,7 @@ POLYNOMIALS = (
     (2.511527, -1.852448, 0.438833),
 )
 MARGIN = 1.02  # divide a matrix by this times its norm, for the same reason
-ROW_MEMORY = 0.95  # decay of each row's running mean square
+ROW_DECAY = 0.95  # decay of each row's running mean square
 UPDATE_RMS = 0.2  # typical for AdamW, so that one learning rate serves both
 
 
@@ -58,7 +58,7 @@ def scale_rows(update: Tensor, mean_square: Tensor, usable: Tensor, lr: Tensor) 
     of its running `mean_square` (n, rows, 1), and updates `mean_square` in place."""
     update = update.to(mean_square.dtype)
     now = update.square().mean(dim=2, keepdim=True)
-    mean_square.lerp_(now, usable * (1.0 - ROW_MEMORY))
+    mean_square.lerp_(now, usable * (1.0 - ROW_DECAY))
     # for a row that stays zero, avoid 0 * infinity
     return update * (usable * lr * UPDATE_RMS * mean_square.clamp(min=1e-30).rsqrt())
 
@@ -79,7 +79,7 @@ def orthogonalise(matrices: Tensor, head_dim: int = 0) -> Tensor:
     return x
 
 
-def orthogonalise_together(
+def orthogonalise_distributed(
     matrices: Tensor, head_dim: int = 0, whole_rows: int | None = None
 ) -> Tensor:
     """`orthogonalise`, with the work divided among all processes.

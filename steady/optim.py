@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from steady import UserError, muon
 from steady.distributed import (
     is_sharded,
+    local_rows,
     local_shards,
-    own_part,
     shard_from_local,
     total_norm,
 )
@@ -79,7 +79,7 @@ class Muon(AdamW):
             self.add_momentum = compiled_if_possible(muon.add_momentum)
             self.scale_rows = compiled_if_possible(muon.scale_rows)
         self.stacks = []
-        for parameters, head_dim in stackable(self.muon_group["params"], head_dims):
+        for parameters, head_dim in stacks_of(self.muon_group["params"], head_dims):
             local = local_shards(parameters)
             place = {"device": local[0].device}
             place["dtype"] = torch.promote_types(local[0].dtype, torch.float32)
@@ -127,7 +127,7 @@ class Muon(AdamW):
             update = self.add_momentum(gradient, buffer, divisor, usable, momentum, self.dtype)
             del gradient
             whole_rows = used[0].shape[0] if is_sharded(used[0]) else None
-            update = muon.orthogonalise_together(update, head_dim, whole_rows)
+            update = muon.orthogonalise_distributed(update, head_dim, whole_rows)
             change = self.scale_rows(update, mean_square, usable, lr)
             torch._foreach_mul_(weights, 1.0 - usable * decay)
             torch._foreach_sub_(weights, change.unbind())
@@ -135,7 +135,7 @@ class Muon(AdamW):
                 all_buffers[present], all_squares[present] = buffer, mean_square
 
 
-def stackable(
+def stacks_of(
     parameters: list[nn.Parameter], head_dims: dict[nn.Parameter, int]
 ) -> Iterator[tuple[list[nn.Parameter], int]]:
     """Yield parameters of one shape, as many as Muon updates at once, and rows per head or 0."""
@@ -216,7 +216,7 @@ def all_parameters(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
     return [p for group in optimizer.param_groups for p in group["params"]]
 
 
-def kind_of(optimizer: torch.optim.Optimizer) -> str:
+def optimizer_name(optimizer: torch.optim.Optimizer) -> str:
     """The optimizer's name in checkpoints: adamw or muon for ours, torch's name for others."""
     return type(optimizer).__name__.lower() if isinstance(optimizer, AdamW) else (
         f"torch's {type(optimizer).__name__}")  # fmt: skip
@@ -232,7 +232,7 @@ def load_state(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
     parameters, states = all_parameters(optimizer), saved.get("state", {})
     first = states.get(0) if isinstance(states.get(0), dict) else {}
     was = saved.get("kind") or ("muon" if "momentum" in first else "adamw")
-    now = kind_of(optimizer)
+    now = optimizer_name(optimizer)
     if was != now and (states or "kind" in saved):
         raise UserError(f"it was trained with optimizer={was}, not {now}: continue with that one")
     if not isinstance(optimizer, AdamW):
@@ -251,7 +251,7 @@ def load_state(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
         for name, tensor in state.items():
             if states[i][name].dtype != tensor.dtype:
                 raise UserError(f"optimizer state {name} of parameter {i} has the wrong dtype")
-            own = local_shards([tensor])[0].copy_(own_part(states[i][name], tensor))
+            own = local_shards([tensor])[0].copy_(local_rows(states[i][name], tensor))
             if name in ("step", "exp_avg_sq") and own.numel() and not own.min() >= 0:
                 raise UserError(f"optimizer state {name} of parameter {i} is negative or NaN")
     if len(states) != len(parameters):

@@ -29,7 +29,7 @@ def waiting(
                 leave=False, dynamic_ncols=True, **options)  # fmt: skip
 
 
-def outlive_readers() -> None:
+def survive_closed_streams() -> None:
     """From here on printing never raises. If stdout fails, the text goes to stderr; if stderr fails
     too, it is lost."""
     for name, numbers in (("stdout", (1, 2)), ("stderr", (2,))):
@@ -40,12 +40,12 @@ def outlive_readers() -> None:
             stream.flush()
         except OSError:
             pass
-        raw = io.BufferedWriter(Unfailing(numbers))
+        raw = io.BufferedWriter(SafeStream(numbers))
         kept = io.TextIOWrapper(raw, stream.encoding, stream.errors, line_buffering=True)
         setattr(sys, name, kept)
 
 
-class Unfailing(io.RawIOBase):
+class SafeStream(io.RawIOBase):
     """A raw output stream that never fails, see `write`."""
 
     def __init__(self, numbers: tuple[int, ...]):

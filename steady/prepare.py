@@ -30,7 +30,14 @@ import numpy as np
 
 from configurator import configure
 from steady import UserError, textfiles, visible
-from steady.folder import beginning_crc, claim, file_crc, remove_temporary, to_disk, whole_file
+from steady.folder import (
+    atomic_write,
+    claim,
+    crc_of_start,
+    file_crc,
+    remove_temporary,
+    sync_to_disk,
+)
 from steady.output import shown, waiting
 from steady.shuffle import scramble
 from steady.tokenizer import (
@@ -144,14 +151,14 @@ def complete(
 ) -> dict[str, int]:
     """Make the three files of a data set. `write(file, split)` writes tokens to an open file and
     returns their counts. The files appear together, once all of them are on disk."""
-    require_ours(folder)
+    refuse_foreign_files(folder)
     remove_temporary(folder, FILES)
-    kept = own_tokenizer(folder)
+    kept = folder_tokenizer(folder)
     stale = kept is not None and kept != tokenizer.meta().get("json")
     dtype, counts = token_dtype(tokenizer), {}
     replaced = ", replacing an earlier data set" if (folder / "train.bin").exists() else ""
     with contextlib.ExitStack() as stack:
-        files = {name: stack.enter_context(whole_file(folder / name)) for name in FILES}
+        files = {name: stack.enter_context(atomic_write(folder / name)) for name in FILES}
         for split in SPLITS:
             file = files[f"{split}.bin"]
             counts[split] = write(file, split)
@@ -170,12 +177,12 @@ def complete(
             **{key: {split: counts[split][key] for split in SPLITS if key in counts[split]}
                for key in ("tokens", "bytes")},
             "crc32": {split: file_crc(files[f"{split}.bin"].name) for split in SPLITS},
-            "begins": {split: beginning_crc(files[f"{split}.bin"].name) for split in SPLITS},
+            "begins": {split: crc_of_start(files[f"{split}.bin"].name) for split in SPLITS},
             "unigram_entropy": unigram_entropy(files["val.bin"].name, tokenizer),
         }  # fmt: skip
         files["meta.json"].write(json.dumps(meta, indent=1).encode() + b"\n")
         for file in files.values():
-            to_disk(file)
+            sync_to_disk(file)
     for name in ("tokenizer.json", "tokenizer_config.json") if stale else ():
         (folder / name).unlink(missing_ok=True)
     for split in SPLITS:
@@ -198,7 +205,7 @@ def unigram_entropy(path: str, tokenizer: Tokenizer) -> float:
     return float(-(probabilities * np.log(probabilities)).sum())
 
 
-def require_ours(folder: Path) -> None:
+def refuse_foreign_files(folder: Path) -> None:
     """Raises UserError instead of replacing a meta.json that describes no data set, or token files
     without a meta.json (nanoGPT's, unless there is a meta.pkl, which cannot be used)."""
     path = folder / "meta.json"
@@ -219,7 +226,7 @@ def require_ours(folder: Path) -> None:
     raise UserError(f"{path} exists and belongs to no data set: move it, or use another --out")
 
 
-def own_tokenizer(folder: Path) -> str | None:
+def folder_tokenizer(folder: Path) -> str | None:
     """meta.json's copy of the tokenizer.json in `folder`; None if the data set uses another."""
     with contextlib.suppress(ValueError, TypeError, RecursionError):
         text = read_json(folder / "meta.json").get("json")
@@ -305,7 +312,7 @@ def prepare_from_files(
     without text.
     """
     folder = Path(folder)
-    require_ours(folder)
+    refuse_foreign_files(folder)
     if tokenizer == "char" or tokenizer.startswith("bpe:"):
         groups = textfiles.plan(paths, val_fraction, ByteTokenizer().seam)
     if tokenizer == "char":
@@ -316,7 +323,7 @@ def prepare_from_files(
         several = len(paths) > 1 or any(part.kind != "text" for part in groups[0])
         chosen: Tokenizer = CharTokenizer("".join(map(chr, np.flatnonzero(seen))), ends=several)
     elif tokenizer.startswith("bpe:") and not special_tokens:
-        chosen = own_bpe(folder, tokenizer, groups, column, skip_bad_rows)
+        chosen = train_own_bpe(folder, tokenizer, groups, column, skip_bad_rows)
     elif special_tokens and tokenizer.startswith("bpe:"):
         raise UserError(
             "special_tokens=True needs a gpt2 or hf: tokenizer, a new BPE has no special tokens"
@@ -365,7 +372,7 @@ def texts_of(
                     raise bad_row(part, where, problem)
 
 
-def own_bpe(
+def train_own_bpe(
     folder: Path, name: str, groups: list[list[textfiles.Part]], column: str, skip_bad_rows: bool
 ) -> Tokenizer:
     """Train a BPE of the size in `bpe:SIZE` on the texts (on evenly spread parts if they exceed
@@ -374,7 +381,7 @@ def own_bpe(
     if not size.isdigit():
         raise UserError(f"unknown tokenizer={name!r}: give the vocabulary size, as in bpe:8192")
     for path in (folder / "tokenizer.json", folder / "tokenizer_config.json"):
-        if os.path.lexists(path) and not own_tokenizer(folder):
+        if os.path.lexists(path) and not folder_tokenizer(folder):
             raise UserError(f"{path} is not part of a data set: move it, or use another --out")
     claim(folder / SHARDS)
     meta = {"size": int(size), "parts": hashlib.sha256(repr(groups).encode()).hexdigest()}
@@ -393,7 +400,7 @@ def own_bpe(
         print(f"note: the texts are enough for {trained.vocab_size} tokens only, not {size}")
     kept.mkdir(exist_ok=True)
     write_hf_tokenizer(trained.meta(), kept)
-    with whole_file(kept / "of.json") as file:
+    with atomic_write(kept / "of.json") as file:
         file.write(json.dumps(meta).encode())
     return load_tokenizer(f"hf:{kept}")  # the same as after an interruption
 
@@ -420,7 +427,7 @@ def write_in_shards(
         max_tokens: stop with the shard that reaches this many training tokens; 0: all shards.
     """
     shards, width = folder / SHARDS, token_dtype(tokenizer).itemsize
-    require_ours(folder)
+    refuse_foreign_files(folder)
     claim(shards)
     note, source = shards / "source.json", source | {"tokenizer": tokenizer.meta()}
     before = None
@@ -436,7 +443,7 @@ def write_in_shards(
                 f"{shards} holds shards of an interrupted run with different {', '.join(other)}: "
                 "delete it to start over"
             )
-        with whole_file(note) as file:
+        with atomic_write(note) as file:
             file.write(json.dumps(source).encode())
     key = {k: v for k, v in source.items() if k != "skip_bad_rows"}
     digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()
@@ -558,14 +565,14 @@ def make_shard(job: tuple) -> None:
             write(shard, work)
             found = {s: (paths[s].name, w.counts()) for s, w in shard.writers.items()}
             for file in files.values():
-                to_disk(file)
+                sync_to_disk(file)
     except BaseException as error:
         for path in paths.values():
             path.unlink(missing_ok=True)
         if isinstance(error, OSError) and error.filename is None:
             error.filename = str(record.path.parent)  # an error about a full disk has none
         raise
-    with whole_file(record.path) as file:
+    with atomic_write(record.path) as file:
         content = {"digest": record.digest, "files": found, "skipped": shard.skipped}
         file.write(json.dumps(content).encode())
 
@@ -576,7 +583,7 @@ def run_jobs(work: Callable, jobs: list[tuple], num_proc: int, description: str 
         for _ in progress(map(work, jobs), len(jobs), description):
             pass
         return
-    with ProcessPoolExecutor(num_proc, initializer=end_with_parent) as pool:
+    with ProcessPoolExecutor(num_proc, initializer=die_with_parent) as pool:
         try:
             for _ in progress(pool.map(work, jobs), len(jobs), description):
                 pass
@@ -590,7 +597,7 @@ def run_jobs(work: Callable, jobs: list[tuple], num_proc: int, description: str 
             ) from None
 
 
-def end_with_parent() -> None:
+def die_with_parent() -> None:
     """End this process when its parent is gone (F80), so that it does not keep writing."""
 
     def watch() -> None:

@@ -15,8 +15,8 @@ from typing import Any
 
 from configurator import architecture_note, batch_note, read_settings, resolve
 from steady import UserError, hardware, output
-from steady.distributed import ALONE, Process
-from steady.folder import hold_lock, require_file, whole_file
+from steady.distributed import SINGLE_PROCESS, Process
+from steady.folder import atomic_write, hold_lock, require_file
 from steady.optim import schedule_note
 
 
@@ -30,11 +30,11 @@ class RunLog:
     """
 
     def __init__(self, out_dir: Path, config: dict[str, Any], start_iter: int, quiet: bool = False):
-        output.outlive_readers()
+        output.survive_closed_streams()
         self.path, self.quiet = out_dir / "metrics.jsonl", quiet
         self.keeps_metrics = not (quiet or config["eval_only"])
         self.missed_metrics = self.cut_short = False  # so far; in the last line
-        self.began, self.process = time.monotonic(), ALONE
+        self.began, self.process = time.monotonic(), SINGLE_PROCESS
         if self.keeps_metrics:
             # a run evaluates at its end; extending it repeats that evaluation only if one is due
             interval = config["eval_interval"]
@@ -44,7 +44,7 @@ class RunLog:
                 if entry["iter"] < start_iter
                 or not due and entry["iter"] == start_iter and "val_loss" in entry
             ]  # fmt: skip
-            with whole_file(self.path) as file:
+            with atomic_write(self.path) as file:
                 file.write("".join(json.dumps(e) + "\n" for e in kept).encode())
         self.bar = self.wandb = None
         if quiet:
@@ -78,7 +78,7 @@ class RunLog:
                 id=id_file.read_text(encoding="utf-8") if resumed else None,
                 resume="allow",
             )
-            with whole_file(id_file) as file:
+            with atomic_write(id_file) as file:
                 file.write(run.id.encode())
             return run
         except Exception as error:

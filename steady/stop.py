@@ -18,15 +18,15 @@ from steady.distributed import (
     Process,
     any_process,
     exit_now,
+    is_peer_failure,
     launcher,
-    limit_waiting,
-    peer_has_ended,
+    set_timeout,
     stop,
 )
 
 # Warn, and end the run, after this many steps in a row with gradients that are not finite.
 # float16 starts with a few such steps, while GradScaler halves its scale.
-SKIPPED_LONG, SKIPPED_TOO_LONG = 20, 100
+WARN_SKIPPED, MAX_SKIPPED = 20, 100
 
 
 class Diverged(UserError):
@@ -102,7 +102,7 @@ class Saving:
         self.less_memory, self.say, self.skipped = less_memory, say, 0.0
 
     def __enter__(self) -> "Saving":
-        limit_waiting(self.process)
+        set_timeout(self.process)
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: Any) -> None:
@@ -145,10 +145,10 @@ class Saving:
             return
         nothing = f"gradients of {skipped:.0f} steps in a row, up to iteration {iter_num}, were "
         nothing += "not finite: these steps were skipped"
-        if skipped >= SKIPPED_TOO_LONG:
+        if skipped >= MAX_SKIPPED:
             raise Diverged(f"{nothing}; {remedy}")
-        if skipped >= SKIPPED_LONG > self.skipped:
-            self.say(f"warning: {nothing}; the run ends after {SKIPPED_TOO_LONG} in a row")
+        if skipped >= WARN_SKIPPED > self.skipped:
+            self.say(f"warning: {nothing}; the run ends after {MAX_SKIPPED} in a row")
         self.skipped = skipped
 
     def rescue(self, error: BaseException, trace: Any) -> None:
@@ -162,7 +162,7 @@ class Saving:
         if memory.is_out_of_memory(error):
             flags, happened = self.less_memory, "out of memory"
             traceback.clear_frames(trace)  # they may hold the memory that saving needs
-        elif process.world_size > 1 and peer_has_ended(error):
+        elif process.world_size > 1 and is_peer_failure(error):
             happened = "another process has ended or hangs"
         rank = "" if process.master else f"rank {process.rank}: "
         line = ""
@@ -197,7 +197,7 @@ class Saving:
             checkpoint.save(self.path, state)
             return f"saved {self.path} at iteration {state['iter_num']}"
         except Exception as error:
-            reason = f"{type(error).__name__}: {checkpoint.what_failed(error)}"
+            reason = f"{type(error).__name__}: {checkpoint.failure_reason(error)}"
             return f"{self.path} was not saved ({reason})"
 
 

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from steady import UserError
-from steady.folder import require_file, whole_file
+from steady.folder import atomic_write, require_file
 
 
 class Tokenizer(Protocol):
@@ -281,10 +281,10 @@ class HFTokenizer:
 
     def decode(self, ids: list[int]) -> str:
         if self.byte_ids is not None:
-            ids = self.mend_bytes(ids)
+            ids = self.fix_bytes(ids)
         return self.tokenizer.decode(ids, skip_special_tokens=False)
 
-    def mend_bytes(self, ids: list[int]) -> list[int]:
+    def fix_bytes(self, ids: list[int]) -> list[int]:
         """Replace bytes that are not UTF-8, such as the start of a character, with the bytes of
         U+FFFD. `tokenizers` would drop all characters of such a run of bytes (LLamaSharp#265)."""
         value = {id: i for i, id in enumerate(self.byte_ids)}
@@ -520,18 +520,18 @@ def added_by_template(tokenizer: HFTokenizer) -> tuple[list[int], list[int]]:
 
 
 def write_hf_tokenizer(
-    meta: dict[str, Any], folder: Path, came_with: dict[str, Any] | None = None
+    meta: dict[str, Any], folder: Path, pretrained_files: dict[str, Any] | None = None
 ) -> None:
     """Write the tokenizer of `meta` in the format of transformers' AutoTokenizer. Its template
     prepends the begin-of-text token if and only if data and prompts were made with it.
 
-    came_with: contents of the pretrained tokenizer's tokenizer_config.json and similar files, by
-    name without .json: chat template, unknown token, more special tokens.
+    pretrained_files: contents of the pretrained tokenizer's tokenizer_config.json and similar
+    files, by name without .json: chat template, unknown token, more special tokens.
     """
     import tokenizers
     from tokenizers import decoders, models, pre_tokenizers, processors
 
-    came_with = came_with or {}
+    pretrained_files = pretrained_files or {}
     tokenizer = from_meta(meta)
     begin, end = tokenizer.begin_of_text, tokenizer.end_of_text
     if isinstance(tokenizer, HFTokenizer):
@@ -564,7 +564,7 @@ def write_hf_tokenizer(
         )
         written.decoder = decoders.ByteLevel()
         written.add_special_tokens(["<|endoftext|>"])
-    settings = {k: v for k, v in came_with.get("tokenizer_config", {}).items()
+    settings = {k: v for k, v in pretrained_files.get("tokenizer_config", {}).items()
                 if k not in ("auto_map", "backend", "is_local", "processor_class")}  # fmt: skip
     if isinstance(settings.get("extra_special_tokens"), list):  # transformers 4 rejects it
         settings["additional_special_tokens"] = settings.pop("extra_special_tokens")
@@ -577,30 +577,30 @@ def write_hf_tokenizer(
     }
     if end is not None:
         settings.setdefault("eos_token", written.id_to_token(end))
-        if not came_with.get("tokenizer_config"):  # like GPT-2, use one token for both
+        if not pretrained_files.get("tokenizer_config"):  # like GPT-2, use one token for both
             settings["bos_token"] = settings["eos_token"]
     if begin is not None:
         settings["bos_token"] = written.id_to_token(begin)
     before = json.loads(written.to_str())["pre_tokenizer"] or {}
     if "add_prefix_space" in before:  # otherwise transformers 4 uses its own default
         settings["add_prefix_space"] = before["add_prefix_space"]
-    with whole_file(folder / "tokenizer.json") as file:
+    with atomic_write(folder / "tokenizer.json") as file:
         file.write(written.to_str(pretty=True).encode())
     files = {
         "tokenizer_config": settings,
-        "special_tokens_map": came_with.get("special_tokens_map"),
+        "special_tokens_map": pretrained_files.get("special_tokens_map"),
     }
     for name, content in files.items():
         if content:
-            with whole_file(folder / f"{name}.json") as file:
+            with atomic_write(folder / f"{name}.json") as file:
                 file.write(json.dumps(content, indent=2).encode() + b"\n")
     templates = {f"{TEMPLATES}/{name}": text
-                 for name, text in came_with.get(TEMPLATES, {}).items()}  # fmt: skip
-    if came_with.get("chat_template"):
-        templates["chat_template"] = came_with["chat_template"]
+                 for name, text in pretrained_files.get(TEMPLATES, {}).items()}  # fmt: skip
+    if pretrained_files.get("chat_template"):
+        templates["chat_template"] = pretrained_files["chat_template"]
     for name, text in templates.items():
         (folder / name).parent.mkdir(exist_ok=True)
-        with whole_file(folder / f"{name}.jinja") as file:
+        with atomic_write(folder / f"{name}.jinja") as file:
             file.write(text.encode())
 
 

@@ -20,22 +20,24 @@ from steady.stop import Saving
 
 def test_a_full_disk_is_named_where_torch_names_a_position():
     error = RuntimeError("unexpected pos 2077696 vs 2077584")
-    assert checkpoint.what_failed(error).startswith("unexpected pos")
+    assert checkpoint.failure_reason(error).startswith("unexpected pos")
     error.__context__ = OSError(28, "No space left on device")
-    assert checkpoint.what_failed(error) == "[Errno 28] No space left on device"
+    assert checkpoint.failure_reason(error) == "[Errno 28] No space left on device"
 
 
 def test_f71_only_a_restart_of_the_launch_that_saved_goes_on(tmp_path, monkeypatch):
     path, process = tmp_path / "ckpt.pt", Process()
     checkpoint.save(path, {})
-    assert checkpoint.begin_from("scratch", path, process) == "scratch"  # no restart
+    assert checkpoint.resolve_init_from("scratch", path, process) == "scratch"  # no restart
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    monkeypatch.setattr(distributed, "launch", lambda: "this one")
-    assert checkpoint.begin_from("scratch", path, process) == "scratch"  # saved by another launch
+    monkeypatch.setattr(distributed, "launch_id", lambda: "this one")
+    assert (
+        checkpoint.resolve_init_from("scratch", path, process) == "scratch"
+    )  # saved by another launch
     checkpoint.save(path, {})
-    assert checkpoint.begin_from("scratch", path, process) == "resume"
+    assert checkpoint.resolve_init_from("scratch", path, process) == "resume"
     path.unlink()
-    assert checkpoint.begin_from("scratch", path, process) == "scratch"
+    assert checkpoint.resolve_init_from("scratch", path, process) == "scratch"
 
 
 def test_round_trip(tmp_path):
@@ -49,7 +51,7 @@ def test_round_trip(tmp_path):
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
-def test_f19_weights_that_are_not_finite_take_no_good_ones_place(tmp_path, value):
+def test_f19_weights_that_are_not_finite_replace_no_good_ones(tmp_path, value):
     path = tmp_path / "ckpt.pt"
     checkpoint.save(path, {"model": {"v": torch.ones(3), "w": torch.ones(3)}, "iter_num": 7})
     weights = {"v": torch.ones(3), "w": torch.tensor([1.0, value])}

@@ -111,23 +111,23 @@ def test_f70_a_disk_that_fails_is_still_an_error(tmp_path, monkeypatch):
         raise OSError(5, "Input/output error")
 
     monkeypatch.setattr(os, "fsync", fail)
-    with pytest.raises(OSError, match="Input/output"), folder.whole_file(tmp_path / "a") as file:
+    with pytest.raises(OSError, match="Input/output"), folder.atomic_write(tmp_path / "a") as file:
         file.write(b"x")
     assert not list(tmp_path.iterdir())
 
 
 def test_f71_a_launch_is_told_from_others_without_a_store_too(monkeypatch):
-    distributed.launch.cache_clear()
-    assert distributed.launch() == ""  # not under torchrun
+    distributed.launch_id.cache_clear()
+    assert distributed.launch_id() == ""  # not under torchrun
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "named by the user")
     tokens = []
     for agent in (os.getppid(), 1):
         monkeypatch.setattr(os, "getppid", lambda: agent)  # noqa: B023
         for _ in range(2):
-            distributed.launch.cache_clear()
-            tokens.append(distributed.launch())
+            distributed.launch_id.cache_clear()
+            tokens.append(distributed.launch_id())
     assert tokens[0] == tokens[1] != tokens[2] == tokens[3]
-    distributed.launch.cache_clear()
+    distributed.launch_id.cache_clear()
 
 
 def test_f71_processes_of_one_start_meet_however_often_they_were_restarted():
@@ -140,7 +140,7 @@ def test_f71_processes_of_one_start_meet_however_often_they_were_restarted():
         def meet(rank, found=found):
             process = distributed.Process(rank, rank, 3)
             own = torch.distributed.TCPStore("127.0.0.1", store.port, is_master=False)
-            found[rank] = distributed.meet(own, process)
+            found[rank] = distributed.rendezvous_prefix(own, process)
 
         ranks = [threading.Thread(target=meet, args=(rank,)) for rank in (2, 1, 0)]
         for thread in ranks:  # rank 0 comes last, so the others first see keys of an earlier start
@@ -425,11 +425,11 @@ def test_f79_values_that_fsdp_does_not_know_are_refused_by_name(name):
     with torch.device("meta"):
         model = Student(config)
     state = torch.get_rng_state()
-    groups = distributed.exchange_groups(model)
+    groups = distributed.fsdp_groups(model)
     if message is None:
         distributed.require_initial_values(model, groups)
         assert torch.equal(state, torch.get_rng_state())
-        for _ in distributed.with_values(model, groups, torch.device("cpu")):
+        for _ in distributed.initialized_groups(model, groups, torch.device("cpu")):
             pass
         assert not any(t.isnan().any() for t in model.state_dict().values())
     else:
@@ -445,7 +445,7 @@ def test_f79_meta_weights_are_drawn_as_others_are():
     with torch.device("meta"):
         model = GPT(config)
     groups = [[model.blocks[2]], [model.blocks[0]], [model]]  # in any order
-    for _ in distributed.with_values(model, groups, torch.device("cpu")):
+    for _ in distributed.initialized_groups(model, groups, torch.device("cpu")):
         pass
     assert model.lm_head.weight is model.token_embedding.weight
     for name, tensor in [*expected.named_parameters(), *expected.named_buffers()]:
@@ -456,5 +456,5 @@ def test_f79_meta_weights_are_drawn_as_others_are():
 @pytest.mark.parametrize("n_bytes", [0, 1, 9, 100_000])
 def test_f79_checksums_of_parts_make_that_of_the_whole(n_bytes):
     first, second = os.urandom(77), os.urandom(n_bytes)
-    joined = checkpoint.joined_crc(zlib.crc32(first), zlib.crc32(second), n_bytes)
+    joined = checkpoint.combined_crc(zlib.crc32(first), zlib.crc32(second), n_bytes)
     assert joined == zlib.crc32(first + second)

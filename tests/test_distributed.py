@@ -127,7 +127,7 @@ def assert_same_curve(out, alone):
 
 BOTH_BLOCKS_TOGETHER = """
 from steady import distributed
-distributed.blocks_per_exchange = lambda n_layer, block_params: n_layer
+distributed.blocks_per_group = lambda n_layer, block_params: n_layer
 """
 
 
@@ -341,8 +341,8 @@ def test_what_cannot_be_done_is_refused_before_the_processes_meet(
 
 
 def test_only_an_exchange_can_find_that_another_process_has_ended():
-    assert distributed.peer_has_ended(RuntimeError("[gloo] Connection closed by peer"))
-    assert not distributed.peer_has_ended(ValueError("no such model: Connection refused"))
+    assert distributed.is_peer_failure(RuntimeError("[gloo] Connection closed by peer"))
+    assert not distributed.is_peer_failure(ValueError("no such model: Connection refused"))
 
 
 def test_f12_fsdp_with_cuda_graphs_is_refused_and_the_alternatives_named():
@@ -421,8 +421,8 @@ ONE_HAS_LITTLE = """
 import os
 from steady import distributed, hardware
 hardware.available_memory_gib = lambda device: (1.0, 0.0005)[int(os.environ["RANK"])]
-keep_gathered = distributed.keep_gathered
-distributed.keep_gathered = lambda model: (print("keeps gathered weights"), keep_gathered(model))
+keep_unsharded = distributed.keep_unsharded
+distributed.keep_unsharded = lambda model: (print("keeps gathered weights"), keep_unsharded(model))
 """
 
 
@@ -451,7 +451,7 @@ def test_f79_a_process_that_hangs_ends_the_run_in_minutes(launch, tmp_path):
 import os, time
 from pathlib import Path
 from steady import distributed, optim
-distributed.HANGING = 0.02
+distributed.TIMEOUT_MINUTES = 0.02
 real, calls = optim.clip_gradients, []
 def hanging(*arguments):
     calls.append(1)
@@ -519,7 +519,7 @@ def test_blocks_are_exchanged_two_at_a_time_and_kept_weights_once(divided):
             divided(tokens, tokens).backward()
         events = [e for e in profile.key_averages() if "FSDP::all_gather (blocks" in e.key]
         gathers.append(sum(event.count for event in events))
-        distributed.keep_gathered(divided)
+        distributed.keep_unsharded(divided)
     assert gathers == [8, 4]  # four pairs of blocks, forward and backward
 
 
@@ -544,7 +544,7 @@ def test_divided_blocks_compile_with_selective_checkpointing(divided, monkeypatc
     ("n_layer", "millions", "together"), [(48, 30.8, 4), (32, 202, 1), (12, 7.1, 3), (2, 0.1, 1)]
 )
 def test_large_blocks_are_exchanged_alone(n_layer, millions, together):
-    assert distributed.blocks_per_exchange(n_layer, int(1e6 * millions)) == together
+    assert distributed.blocks_per_group(n_layer, int(1e6 * millions)) == together
 
 
 class SeesDTensors(TorchDispatchMode):

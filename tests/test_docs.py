@@ -195,7 +195,7 @@ PROVOKED = {
 
 
 @pytest.mark.parametrize("text", PROVOKED)
-def test_messages_of_others_are_quoted_as_they_say_them(text, tmp_path):
+def test_quotes_of_torchs_messages_are_exact(text, tmp_path):
     """CUDA's messages are checked in test_gpu.py, and ours in the tests of each feature."""
     assert any(text in page.read_text(encoding="utf-8") for page in PAGES)
     with pytest.raises(Exception) as caught:

@@ -44,7 +44,7 @@ def test_f45_a_lock_does_not_outlive_its_process_in_one_that_it_started(tmp_path
 
 
 @pytest.mark.parametrize("how", ["moved", "removed"])
-def test_f45_a_folder_that_was_moved_or_removed_is_claimed_anew(tmp_path, capsys, how, other_run):
+def test_f45_a_folder_that_was_moved_or_removed_is_claimed_again(tmp_path, capsys, how, other_run):
     out = tmp_path / "out"
     folder.claim(out)
     folder.hold_lock(out)
@@ -121,7 +121,7 @@ def test_a_full_disk_names_the_file_and_leaves_it_as_it_was(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text("old")
     with pytest.raises(OSError, match="No space left on device: .*metrics.jsonl"):
-        with folder.whole_file(path) as file:
+        with folder.atomic_write(path) as file:
             file.write(b"new")
             raise OSError(errno.ENOSPC, "No space left on device")
     assert os.listdir(tmp_path) == ["metrics.jsonl"] and path.read_text() == "old"

@@ -733,7 +733,7 @@ def test_fsdp_keeps_its_share_of_a_model_on_a_gpu(tmp_path):
 @two_gpus
 def test_fsdp_exchanges_several_blocks_at_once_and_draws_samples_in_between(data, tmp_path):
     """Sampling gathers weights, but has no backward pass that would free them again."""
-    assert distributed.blocks_per_exchange(8, 10**6) == 2
+    assert distributed.blocks_per_group(8, 10**6) == 2
     whole = train(data, tmp_path / "whole", "--n_layer=8")
     parts = train(data, tmp_path / "parts", "--n_layer=8", "--parallel=fsdp",
                   "--sample_interval=3", processes=2)  # fmt: skip
@@ -1066,7 +1066,7 @@ def students(request, data, tmp_path_factory):
 
 @pytest.mark.xdist_group("students")
 @pytest.mark.parametrize("name", STUDENTS)
-def test_a_students_edit_trains_alike_compiled_and_with_cuda_graphs(students, name):
+def test_a_students_edit_trains_the_same_compiled_and_with_cuda_graphs(students, name):
     off, *others = (students[name, mode] for mode in STUDENT_MODES)
     assert "error" not in off, off["error"]
     for mode, found in zip(STUDENT_MODES[1:], others, strict=True):

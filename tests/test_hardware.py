@@ -60,7 +60,7 @@ def test_cpus_compute_in_bfloat16_where_that_is_found_to_be_fast(
 
 def test_bfloat16_must_be_faster_than_float32_at_its_best(monkeypatch, tmp_path):
     cpuinfo = processor(tmp_path, monkeypatch, "AuthenticAMD avx512_bf16", "AVX512")
-    monkeypatch.setattr(hardware, "products_are_exact", lambda: True)
+    monkeypatch.setattr(hardware, "matmuls_are_exact", lambda: True)
     clock = [0.0]
 
     def mm(a, b):  # MKL takes twice as long as oneDNN, and bfloat16 is no faster
@@ -150,7 +150,7 @@ def test_onednn_multiplies_only_where_it_is_faster_and_exact(
     tmp_path, monkeypatch, vendor, capability, width, exact, used
 ):
     cpuinfo = processor(tmp_path, monkeypatch, vendor, capability)
-    monkeypatch.setattr(hardware, "products_are_exact", lambda: exact)
+    monkeypatch.setattr(hardware, "matmuls_are_exact", lambda: exact)
     assert hardware.use_onednn(CPU, torch.float32, width, 64, cpuinfo) is used
     assert torch.get_float32_matmul_precision() == ("medium" if used else "highest")
     assert torch.backends.cuda.flash_sdp_enabled() is not used
@@ -162,16 +162,16 @@ def test_onednn_is_not_used_where_the_processor_is_not_known(tmp_path):
 
 def test_long_contexts_keep_the_fused_attention(tmp_path, monkeypatch):
     cpuinfo = processor(tmp_path, monkeypatch, "AuthenticAMD", "AVX512")
-    monkeypatch.setattr(hardware, "products_are_exact", lambda: True)
+    monkeypatch.setattr(hardware, "matmuls_are_exact", lambda: True)
     assert hardware.use_onednn(CPU, torch.float32, 128, 1024, cpuinfo)
     assert torch.backends.cuda.flash_sdp_enabled()
 
 
 def test_rounded_products_are_found_out(monkeypatch):
-    assert hardware.products_are_exact()
+    assert hardware.matmuls_are_exact()
     full = torch.full
     monkeypatch.setattr(torch, "full", lambda *args: full(*args).bfloat16().float())
-    assert not hardware.products_are_exact()
+    assert not hardware.matmuls_are_exact()
 
 
 def test_a_model_trained_through_onednn_keeps_float32s_accuracy():

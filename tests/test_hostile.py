@@ -359,7 +359,7 @@ def test_f85_line_feeds_and_letters_of_all_scripts_stay():
 
 @pytest.mark.parametrize("kind", ["pipe", "folder", "device"])
 @pytest.mark.parametrize("name", ["config", "meta.json", "train.bin", "tokenizer.json", "ckpt.pt"])
-def test_f87_what_is_no_regular_file_is_refused_and_not_waited_for(run, tmp_path, name, kind):
+def test_f87_irregular_files_are_refused_and_not_waited_for(run, tmp_path, name, kind):
     write_dataset(tmp_path, ByteTokenizer(), {"train": ["abc" * 99], "val": ["abc" * 99]})
     path = tmp_path / ("x.py" if name == "config" else name)
     path.unlink(missing_ok=True)

@@ -53,7 +53,7 @@ def test_the_first_split_that_fits_is_taken_and_processes_agree(monkeypatch):
         found.report
     )
     assert "--eval_iters=8," in found.report  # the same number of sequences
-    assert "--batch_size=1 --gradient_accumulation_steps=8" in found.flags_for_less
+    assert "--batch_size=1 --gradient_accumulation_steps=8" in found.memory_flags
     answers = iter([True, False, False])  # another process runs out of memory, this one does not
     monkeypatch.setattr(distributed, "any_process", lambda failed: next(answers))
     assert fit_alone(runs_out_above(8), 2).batch_size == 1

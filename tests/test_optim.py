@@ -224,7 +224,7 @@ def test_updates_are_those_of_torchs_muon(monkeypatch):
     monkeypatch.setattr(torch.Tensor, "bfloat16", torch.Tensor.float)  # as torch's Muon
     monkeypatch.setattr(muon, "POLYNOMIALS", [(3.4445, -4.775, 2.0315)] * 5)
     monkeypatch.setattr(muon, "MARGIN", 1.0)
-    monkeypatch.setattr(muon, "ROW_MEMORY", 1.0)
+    monkeypatch.setattr(muon, "ROW_DECAY", 1.0)
     model = tiny(n_kv_head=1)  # heads of 8 rows
     optimizer = muon_for(model, weight_decay=0.1)
 

@@ -502,7 +502,7 @@ def test_f25_best_validation_loss_stays_the_best(run, tmp_path, always):
     assert "optimizer" not in best
 
 
-def test_f25_a_best_loss_that_could_not_be_saved_is_no_bar(run, tmp_path, monkeypatch):
+def test_f25_a_best_loss_that_was_not_saved_is_discarded(run, tmp_path, monkeypatch):
     save, refused = checkpoint.save, []
 
     def full_for_a_while(path, content, *names):
@@ -579,7 +579,7 @@ def test_other_training_text_is_noted_and_half_of_it_refused(run, sums, tmp_path
         train(run, out, other, "--max_iters=6")
 
 
-def test_f25_on_other_data_the_best_loss_begins_anew(run, sums, tmp_path):
+def test_f25_other_data_resets_the_best_loss(run, sums, tmp_path):
     out, other = tmp_path / "out", tmp_path / "other"
     train(run, out, sums, "--learning_rate=1e-2")
     copy_to_change(sums, other)
@@ -871,7 +871,7 @@ def test_the_log_names_what_differs_from_the_defaults_and_the_checkpoint_has_all
     assert not {"n_kv_head", "n_hidden", "vocab_size"} & named.keys()  # derived, not set
 
 
-def test_f25_an_evaluation_of_other_windows_begins_the_best_loss_anew(run, sums, tmp_path):
+def test_f25_other_windows_reset_the_best_loss(run, sums, tmp_path):
     """A lower loss on a few easy windows is not progress."""
     train(run, tmp_path, sums, "--max_iters=10", "--eval_interval=10")
     resume = "--init_from=resume", "--max_iters=20", "--eval_interval=10"
@@ -909,7 +909,7 @@ def test_f22_a_run_is_prolonged_from_before_its_decay(run, sums, tmp_path):
     assert checkpoint.load(tmp_path / "late" / "previous" / "before_decay.pt")["iter_num"] == 4
 
 
-def test_f22_going_on_in_another_dtype_or_order_is_said(run, sums, tmp_path):
+def test_f22_resuming_in_another_dtype_or_order_prints_a_note(run, sums, tmp_path):
     train(run, tmp_path, sums, "--max_iters=2", "--dtype=float32", "--seed=3")
     order = "note: seed=4 changes the data order: --seed=3 keeps the old one"
     note = "note: the dtype changes from float32 to bfloat16: --dtype=float32 keeps the old one"
@@ -950,7 +950,7 @@ def test_f25_a_mistake_that_is_stopped_at_once_changes_no_checkpoint(
     assert "note: evaluations" not in shown and "best so far" not in shown
 
 
-def test_a_best_loss_whose_weights_are_gone_is_no_bar(run, sums, tmp_path):
+def test_a_best_loss_without_its_weights_is_discarded(run, sums, tmp_path):
     """After a kill between saving best.pt and ckpt.pt, best.pt is from a step that runs again."""
     arguments = "--eval_interval=10", "--learning_rate=1e-3"
     train(run, tmp_path, sums, *arguments, "--max_iters=10")
@@ -1060,7 +1060,7 @@ def test_flags_that_a_model_of_given_weights_does_not_follow_are_named(monkeypat
         assert note is None if named is None else note.endswith(f"on this model: {named}")
 
 
-def test_a_schedule_shorter_than_the_run_is_said(run, sums, tmp_path):
+def test_a_schedule_shorter_than_the_run_prints_a_note(run, sums, tmp_path):
     shown = train(run, tmp_path / "short", sums, "--max_iters=4", "--lr_decay_iters=3")
     assert (
         "note: the learning rate stays at min_lr=6e-05 from iteration 3 to 4; --lr_decay_iters=0 "
