@@ -23,6 +23,7 @@ import os
 import re
 import signal
 import sys
+import textwrap
 import tokenize
 import types
 from itertools import takewhile
@@ -429,16 +430,17 @@ def describe(settings: dict[str, Setting], script: str, positional: str) -> str:
     lines = [
         f"usage: python {script} {f'[{positional} ...] ' if positional else ''}[--key=value ...]"
     ]
-    flags = {}
-    for name, setting in settings.items():
-        default = repr(setting.default) if setting.default == "\n" else setting.default
-        flags[name] = f"--{name}={default}"
-    width = max(map(len, flags.values()))
     for section in dict.fromkeys(setting.section for setting in settings.values()):
         lines += ["", section] if section else [""]
         for name, setting in settings.items():
             if setting.section == section:
-                lines.append(f"  {flags[name]:{width}}  {setting.comment}")
+                default = repr(setting.default) if setting.default == "\n" else setting.default
+                flag = f"  --{name}={default}"
+                if len(flag) >= 32:  # it gets a line of its own
+                    lines, flag = [*lines, flag], ""
+                lines += textwrap.wrap(setting.comment, 80, break_on_hyphens=False,
+                                       initial_indent=f"{flag:32}",
+                                       subsequent_indent=" " * 32) or [flag]  # fmt: skip
     return "\n".join(lines)
 
 

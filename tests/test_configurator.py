@@ -305,6 +305,16 @@ def test_help_columns_line_up(settings):
     assert len(lines) == len(settings) and len(columns) == 1
 
 
+def test_help_fits_80_columns():
+    comment = " ".join(["word"] * 40)
+    names = ("a", "a_name_that_leaves_no_room_for_a_comment")
+    shown = describe({n: Setting(n, 1, (int,), comment, "section") for n in names}, "s.py", "")
+    lines = shown.splitlines()[3:]
+    assert max(map(len, lines)) <= 80 and " ".join(shown.split()).count(comment) == 2
+    assert lines[0].startswith("  --a=1     ") and f"  --{names[1]}=1" in lines
+    assert {len(line) - len(line.lstrip()) for line in lines} == {2, 32}
+
+
 def test_help_keeps_sections_together_when_a_script_changes_what_it_shares(settings):
     own = Setting("rate", 1e-3, (float,), "peak", "of its own")
     shown = describe(settings | {"rate": own}, "s.py", "").splitlines()
@@ -333,8 +343,10 @@ def test_help_says_how_the_script_is_called(run, script):
         assert usage == f"usage: python {script}" and len(lines) > 3
         return
     assert usage == f"usage: python {script} {takes}[--key=value ...]"
-    flags = [re.fullmatch(r"  --\w+=.*?  +(\S.*)", line) for line in lines if line[:4] == "  --"]
-    assert all(flags) and len({found.start(1) for found in flags}) == 1
+    flags = [line for line in lines if line[:4] == "  --" and len(line.split()[0]) < 30]
+    found = [re.fullmatch(r"  --\w+=.*? +(\S.*)", line) for line in flags]
+    assert all(found) and all(line[31] == " " != line[32] for line in flags)
+    assert max(map(len, lines)) <= 80
     if not takes:
         with pytest.raises(ValueError, match="'notes.txt' is not a setting: write --key=value"):
             run(script, "notes.txt")
