@@ -12,7 +12,7 @@ from pathlib import Path
 import forked
 import pytest
 import torch
-from conftest import ROOT, TINY, free_port, skip_until, wait_until
+from conftest import ROOT, TINY, free_port, wait_until
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -590,13 +590,20 @@ def test_f31_sigterm_to_torchrun_saves_once(torchrun, launch, tmp_path):
     assert max(entries(tmp_path, "iter")) == int(iteration) - 1
 
 
-def test_f31_a_signal_ends_an_evaluation_on_all_processes(torchrun, tmp_path):
-    process = torchrun(tmp_path, "--eval_iters=20000", "--parallel=fsdp")
-    skip_until(process, "settings")  # the first evaluation comes next
-    time.sleep(0.5)
-    process.terminate()
-    shown = process.stdout.read()
-    process.wait(60)
+TERMINATES_ITSELF = """
+import os, signal, threading, time
+def terminate():
+    while signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
+        time.sleep(0.05)
+    time.sleep(1.0)
+    os.kill(os.getpid(), signal.SIGTERM)
+threading.Thread(target=terminate, daemon=True).start()
+"""
+
+
+def test_f31_a_signal_ends_an_evaluation_on_all_processes(launch, tmp_path):
+    more = ("--eval_iters=20000", "--parallel=fsdp")  # it evaluates before the first iteration
+    shown, _ = launch(2, tmp_path, *more, code=TERMINATES_ITSELF)
     assert "stopped at iteration 0, saved" in shown and "train loss" not in shown, shown
 
 

@@ -105,10 +105,6 @@ EDITS = {
         (in_block("self.scale = nn.Parameter(torch.full((), 3.0))"),
          (MLP_RESIDUAL, "        return x + self.scale * self.mlp(self.mlp_norm(x))")), fsdp=False
     ),
-    "a_learned_vector": Edit(
-        (in_block("self.gain = nn.Parameter(torch.full((config.n_embd,), 0.5))"),
-         (MLP_RESIDUAL, "        return x + self.gain * self.mlp(self.mlp_norm(x))"))
-    ),
     "a_bare_matrix": Edit(
         (in_block("self.mix = nn.Parameter(torch.eye(config.n_embd))"),
          (MLP_RESIDUAL, "        return x + self.mlp(self.mlp_norm(x)) @ self.mix"))
@@ -186,10 +182,6 @@ EDITS = {
          (SDPA, "            y = F.scaled_dot_product_attention(q, k, v, enable_gqa=True,"
                 " attn_mask=self.mask[:T, :T].to(q.dtype))\n")), changes_loss=False
     ),
-    "a_temperature_in_a_buffer": Edit(
-        (in_gpt("self.register_buffer('temperature', torch.tensor(0.5))"),
-         (LOSS, LOSS.replace("(x, ", "(x * self.temperature, ")))
-    ),
     "a_counter_in_a_buffer": Edit(
         (in_gpt("self.register_buffer('steps', torch.zeros((), dtype=torch.int64))"),
          (EMBED, EMBED + "\n        self.steps += self.training")), changes_loss=False
@@ -238,10 +230,6 @@ EDITS = {
     "gradients_changed_by_hand": Edit(
         (), ((UNSCALE, "        for p in parameters:\n            p.grad.sign_()\n" + UNSCALE),)
     ),
-    "no_clipping": Edit(
-        (), (("optim.clip_gradients(opt, grad_clip)", "torch.zeros((), device=process.device)"),
-             ("grad_clip = 1.0", "grad_clip = 0.0"))
-    ),
     "a_rate_of_its_own_for_the_embedding": Edit(
         (), (("        lr = optim.set_schedule(opt, iter_num, config)\n",
               "        lr = optim.set_schedule(opt, iter_num, config)\n"
@@ -253,9 +241,9 @@ EDITS = {
 # edits that change the computation, but neither the parameters nor which of them get gradients
 SAME_PARAMETERS = (
     "parallel_attention_and_mlp", "blocks_know_their_place", "attention_by_hand",
-    "a_sliding_window", "a_mask_of_minus_infinity_in_a_buffer", "a_temperature_in_a_buffer",
+    "a_sliding_window", "a_mask_of_minus_infinity_in_a_buffer",
     "a_counter_in_a_buffer", "full_logits", "a_negative_loss",
-    "label_smoothing_from_a_new_setting", "plain_zero_grad", "no_clipping",
+    "label_smoothing_from_a_new_setting", "plain_zero_grad",
     "blocks_return_a_second_value",
 )  # fmt: skip
 
