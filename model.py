@@ -1,8 +1,8 @@
 """A GPT in one file: RMSNorm, rotary embeddings (RoPE), grouped-query attention (GQA), SwiGLU.
 
 A pre-norm decoder without biases. Its layout is that of Hugging Face's Llama, so weights convert
-without permutation. It is plain torch: change any line. Only the loss lives elsewhere:
-steady/loss.py never holds the logits of a whole batch. Sampling is in steady/generate.py.
+without permutation. It is plain torch: change any line. The loss is in steady/loss.py,
+which never holds the logits of a whole batch, and sampling is in steady/generate.py.
 
 Shapes: B batch, T tokens, C n_embd, H n_head, K n_kv_head, D head_dim, V vocab_size.
 """
@@ -111,7 +111,7 @@ class RMSNorm(nn.Module):
 def rope_tables(positions: Tensor, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
     """Cosines and sines for `apply_rope` at `positions` (T,): two float32 tables (T, 1, D).
 
-    A position has D / 2 angles a. Its rows are (cos a, cos a) and (-sin a, sin a).
+    A position with D / 2 angles a has the rows (cos a, cos a) and (-sin a, sin a).
     """
     pairs = torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float32)
     angles = positions[:, None, None].float() * theta ** (-pairs / head_dim)  # (T, 1, D / 2)
@@ -122,8 +122,8 @@ def rope_tables(positions: Tensor, head_dim: int, theta: float) -> tuple[Tensor,
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate the pairs (i, i + D / 2) of x (B, T, heads, D) by the angles of their position.
 
-    Computed in float32, then cast back: float32 queries would disable the fast attention kernels
-    (Su et al. 2021, "RoFormer").
+    RoFormer (Su et al. 2021), in float32, then cast back: float32 queries would disable the fast
+    attention kernels.
     """
     first, second = x.chunk(2, dim=-1)
     swapped = torch.cat((second, first), dim=-1)
@@ -131,7 +131,7 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class Attention(nn.Module):
-    """Causal self-attention where groups of query heads share a key/value head (Ainslie 2023)."""
+    """Causal self-attention; query heads share key/value heads (Ainslie et al. 2023)."""
 
     def __init__(self, config: GPTConfig):
         super().__init__()
@@ -208,7 +208,7 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layer))
         self.final_norm = RMSNorm(config.n_embd, config.norm_eps)
         self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
-        self.cross_entropy = LinearCrossEntropy()  # same as F.cross_entropy(logits, targets)
+        self.cross_entropy = LinearCrossEntropy()  # F.cross_entropy, in chunks of rows
         if config.tied_embeddings:
             self.lm_head.weight = self.token_embedding.weight
         for name in ("rope_cos", "rope_sin"):
@@ -246,14 +246,14 @@ class GPT(nn.Module):
         nn.init.normal_(weight, std=std, generator=generator)
 
     def compute_rope_tables(self) -> None:
-        """Precompute the tables for every position. Computing them in the forward pass would fuse
-        this into every layer's kernels and make those four times slower."""
+        """Precompute the tables for every position. In the forward pass, the compiler would fuse
+        them into every layer's kernels, which makes those four times slower."""
         config = self.config
         positions = torch.arange(config.block_size, device=self.token_embedding.weight.device)
         self.rope_cos, self.rope_sin = rope_tables(positions, config.head_dim, config.rope_theta)
 
     def _apply(self, function, recurse=True):
-        """`.to()` and `.cuda()` call this. Recompute the tables, which bfloat16 would round."""
+        """`.to()` and `.cuda()` call this. Recompute the tables: .bfloat16() has rounded them."""
         super()._apply(function, recurse)
         self.compute_rope_tables()
         return self
@@ -264,7 +264,7 @@ class GPT(nn.Module):
         Args:
             tokens: (B, T) int64, T at most block_size.
             targets: (B, T) int64; negative ones (-1, -100) are ignored.
-            cache: a KVCache (steady/generate.py) of the earlier tokens; these are added to it.
+            cache: a KVCache (steady/generate.py) of the earlier tokens; adds `tokens` to it.
 
         Returns the mean loss (scalar, float32) or the logits (B, T, V). With a cache it returns
         only the last position's logits (B, 1, V).

@@ -6,7 +6,7 @@
     python train.py --help
 
 The settings below are nanoGPT's for GPT-2 (124M). Config files and `--key=value` override them.
-On Ctrl-C, SIGTERM or a lost terminal it finishes the step, saves, and prints how to resume.
+On Ctrl-C, SIGTERM or a closed terminal it finishes the step, saves, and prints how to resume.
 """
 
 import steady
@@ -40,7 +40,7 @@ eval_iters = 200  # batches of batch_size per split; the same sequences every ti
 eval_only = False  # evaluate once and exit
 log_interval = 1  # iterations between log lines
 sample_interval = 0  # iterations between printed samples; 0: never
-always_save_checkpoint = True  # at each evaluation and before a decay; False: only at a new best
+always_save_checkpoint = True  # at each evaluation and before wsd's decay; False: at a new best
 wandb_log = False  # also log to W&B (WANDB_MODE=offline needs no account)
 wandb_project = "owt"  # W&B project name
 wandb_run_name = "gpt2"  # W&B run name
@@ -48,7 +48,7 @@ wandb_run_name = "gpt2"  # W&B run name
 dataset = "openwebtext"  # a folder in data/, or a path
 verify_data = False  # check the data files against meta.json's checksums first
 batch_size = 12  # sequences per micro-batch; split if out of memory (same global batch)
-gradient_accumulation_steps = 40  # micro-batches per iteration, over all ranks
+gradient_accumulation_steps = 40  # micro-batches per iteration, over all GPUs
 block_size = 1024  # context length: tokens per sequence
 seed = 1337  # for initial weights, data order and dropout
 # model
@@ -57,7 +57,7 @@ n_head = 12  # attention (query) heads
 n_kv_head = 0  # key/value heads, a divisor of n_head; 0: n_head
 n_embd = 768  # embedding width
 n_hidden = 0  # MLP width; 0: 8/3 n_embd, rounded up to a multiple of 64
-vocab_size = 0  # of the model; 0: the data set's, rounded up to a multiple of 64
+vocab_size = 0  # the model's; 0: the data set's, rounded up to a multiple of 64
 dropout = 0.0  # use 0.1+ for many epochs on a small text
 rope_theta = 10000.0  # base of the rotary embeddings
 qk_norm = False  # apply RMSNorm to queries and keys
@@ -76,14 +76,14 @@ decay_lr = True  # False: keep the rate constant after warmup
 warmup_iters = 2000  # iterations of linear warmup
 lr_decay_iters = 0  # iteration that reaches min_lr; 0: max_iters
 min_lr = 6e-5  # final rate, usually learning_rate / 10
-decay_fraction = 0.2  # wsd: fraction of the schedule that decays
+decay_fraction = 0.2  # wsd: share of the schedule spent decaying
 # system
 device = "auto"  # auto, cpu, cuda, cuda:N, mps
 dtype = "auto"  # for matmuls: auto, float32, bfloat16, float16
 compile = True  # torch.compile the model; falls back to eager and says why
 compile_mode = "default"  # default, reduce-overhead, max-autotune, max-autotune-no-cudagraphs
 fp8 = False  # FP8 matmuls in the blocks (NVIDIA Ada or newer; faster if n_embd >= 768)
-activation_checkpointing = "none"  # recompute activations: none, selective (not attention), block
+activation_checkpointing = "none"  # recompute: none, selective (all but attention), block (all)
 parallel = "ddp"  # multi-GPU: ddp, or fsdp to shard a model too large for one GPU
 backend = "auto"  # for torch.distributed: auto, nccl, gloo
 profile = False  # trace a few steps to out_dir/trace.json
@@ -95,7 +95,7 @@ config = configure(globals())
 process = distributed.this_process(parallel, device, dtype, n_embd)
 plan = compiling.plan(compile, compile_mode, process.device)
 distributed.start(process, config, plan.cuda_graphs)
-out_path = Path(config["out_dir"])  # rank 0's, if they differ
+out_path = Path(config["out_dir"])  # rank 0's on all ranks
 ckpt_path, best_path = out_path / "ckpt.pt", out_path / "best.pt"
 if not eval_only or wandb_log:  # this run writes to out_dir: lock it
     distributed.on_rank0_first(process, lambda: folder.claim(out_path))
@@ -122,7 +122,7 @@ train_file, val_file = data.open(block_size, model_config.vocab_size)
 memory.require_room(config, process)
 hardware.prepare(process.device, process.dtype, model_config.n_embd, block_size)
 with process.build_device:  # initialise weights on the device that uses them
-    raw_model = GPT(model_config)  # not compiled: for saving, sampling, counting
+    raw_model = GPT(model_config)  # the plain module: to save, sample and count
 if eval_only:
     raw_model.requires_grad_(False)
 elif fp8:
@@ -131,7 +131,7 @@ distributed.shard(raw_model, process)  # parallel=fsdp
 start.load_weights(raw_model)
 
 # -----------------------------------------------------------------------------
-# optimizer; any torch optimizer works: opt = torch.optim.SGD(raw_model.parameters())
+# optimizer; most of torch's work: opt = torch.optim.SGD(raw_model.parameters())
 opt = optim.build_optimizer(raw_model, config, plan.compiled, process.dtype)
 scaler = torch.amp.GradScaler(process.device.type, enabled=process.dtype == torch.float16)
 if not eval_only:
@@ -139,11 +139,11 @@ if not eval_only:
 parameters = [p for p in raw_model.parameters() if p.requires_grad]
 static_gradients = optim.StaticGradients(parameters, plan.cuda_graphs)
 
-# global batch sizes for training and evaluation, independent of the micro-batch size
+# global batch sizes for training and evaluation; splitting micro-batches keeps them
 sequences_per_iter = batch_size * gradient_accumulation_steps
 eval_sequences = eval_iters * batch_size
 iter_num, best_val_loss = start.iter_num, start.best_val_loss
-# position in the data, correct even if a resume changes the global batch size
+# keeps the position in the data if a resume changes the global batch size
 data_offset = start.sequences - iter_num * sequences_per_iter
 if process.master and not eval_only:
     folder.archive_previous_run(out_path, start.stale_files)
@@ -163,10 +163,10 @@ log.settings(config, __file__)
 def forward_backward(model: torch.nn.Module, micro_batches: Iterable) -> torch.Tensor:
     """Accumulate the gradients of `micro_batches`, pairs (tokens, targets) of shape (batch,
     block_size). Returns their share of the iteration's mean loss (scalar)."""
-    loss = torch.zeros((), device=process.device)  # not a CUDA graph output: those are overwritten
+    loss = torch.zeros((), device=process.device)  # our own tensor: CUDA graphs overwrite theirs
     for tokens, targets in micro_batches:
         if plan.cuda_graphs:
-            torch.compiler.cudagraph_mark_step_begin()  # we are done with the last output
+            torch.compiler.cudagraph_mark_step_begin()  # the last output may be overwritten now
         with autocast:
             micro_loss = model(tokens, targets) * (len(tokens) / sequences_per_iter)
         scaler.scale(micro_loss).backward()
@@ -193,7 +193,7 @@ def trial(micro_batch_size: int, checkpointing: str) -> torch.nn.Module:
     use_activation_checkpointing(raw_model, checkpointing)
     model = compiling.compile_model(raw_model, plan, process.shards_model, checkpointing)
     tokens = torch.zeros(micro_batch_size, block_size, dtype=torch.int64, device=process.device)
-    targets = torch.zeros_like(tokens)  # not tokens itself: torch specialises on shared inputs
+    targets = torch.zeros_like(tokens)  # not tokens: torch.compile would see an alias
     buffers = [buffer.clone() for buffer in raw_model.buffers()]
     micro_steps = sequences_per_iter // process.world_size // micro_batch_size
     # 3 runs: CUDA graphs warm up, record and replay; 2 runs: the second accumulates gradients
@@ -219,7 +219,7 @@ def weights() -> dict:
 
 
 def training_state() -> dict:
-    """The content of ckpt.pt: everything needed to resume bit for bit."""
+    """The content of ckpt.pt: everything needed to resume."""
     return weights() | {
         "optimizer": opt, "scaler": scaler, "sequences": loader.position(iter_num),
         "data_ids": data.ids, "dtype": str(process.dtype),
@@ -248,7 +248,7 @@ loader = DataLoader(train_file, fit.batch_size, sequences_per_iter // fit.batch_
 micro_batches = loader.micro_batches(iter_num)
 
 # -----------------------------------------------------------------------------
-# training loop; however it ends, the state is saved
+# training loop; on exit, Saving saves what it can
 log.start_clock(iter_num, sequences_per_iter * block_size, raw_model.flops_per_token(), process)
 skipped = torch.zeros((), device=process.device)  # consecutive steps with non-finite gradients
 stopping = stop_request.stop_requested()
@@ -296,7 +296,7 @@ with Saving(ckpt_path, training_state, process, not eval_only, fit.memory_flags,
         skipped = (skipped + 1) * ~grad_norm.isfinite()
         stopping = stop_request.stop_requested()
         log_due = stopping or iter_num % log_interval == 0 or iter_num + 1 == max_iters
-        if log_due:  # copy now: reading then waits for the backward pass but not for the optimizer
+        if log_due:  # start copying now, so that reading does not wait for the optimizer
             distributed.all_reduce_sum(loss)
             numbers = hardware.to_host_async(loss, grad_norm, skipped)
         scaler.step(opt)

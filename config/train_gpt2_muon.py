@@ -1,16 +1,15 @@
-"""GPT-2 (124M) shape with Muon, the fastest config here: 23 s of training steps on an H200.
+"""GPT-2 (124M) shape with Muon, our fastest 124M config: 23 s of training steps on an H200.
 
     python data/fineweb_edu/prepare.py --streaming=True --max_tokens=100000000
     python train.py config/train_gpt2_muon.py
-    python train.py config/train_gpt2_muon.py --max_iters=2000
 
-On 53M tokens of English manuals, 640 iterations reach a validation loss of 2.18 to 2.19. A plain
-GPT-2 with AdamW takes 131 to 133 s to reach 2.21 and 2.24. On Python code, --max_iters=740 beats
+On other text (English manuals), 640 iterations reach a validation loss of 2.18 to 2.19. A plain
+GPT-2 with AdamW takes 131 to 133 s to reach 2.21 to 2.24. On Python code, --max_iters=740 beats
 the plain GPT-2 in a fifth of its time. The learning rate is the best of 3e-3, 4e-3, 5e-3 and 6e-3,
 the batch size the best of 8, 12, 16 and 32 sequences. For another width, start with a learning rate
 of 3 / n_embd, about the best at 30M and 350M. docs/choosing.md has those runs and the gain from
-each part. Longer runs were not measured; for billions of tokens, train_openwebtext.py has a larger
-batch.
+each part. Much longer runs were not measured; for billions of tokens, train_openwebtext.py has a
+larger batch.
 """
 
 out_dir = "out-gpt2-muon"
