@@ -226,7 +226,7 @@ def read_run(source: Path) -> Pretrained:
     return Pretrained(model_config, saved["model"], saved["tokenizer"], pretrained_files)
 
 
-def start_from(source: str, data: DataSet, block_size: int, dropout: float) -> Start:
+def load_pretrained(source: str, data: DataSet, block_size: int, dropout: float) -> Start:
     """Prepare the start of a run that finetunes the model from `source` on `data`.
 
     Raises UserError if the model cannot be trained on this data.

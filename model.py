@@ -270,7 +270,7 @@ class GPT(nn.Module):
         only the last position's logits (B, 1, V).
         """
         T = tokens.shape[1]
-        positions = slice(T) if cache is None else cache.advance(T)
+        positions = slice(T) if cache is None else cache.reserve(T)
         rope = self.rope_cos[positions], self.rope_sin[positions]  # (T, 1, D) each
         x = self.token_embedding(tokens)  # (B, T, C)
         if compute_dtype(x) == torch.bfloat16:

@@ -30,7 +30,7 @@ from steady.generate import sample_while_training
 from steady.profiler import Profiler
 from steady.recompute import use_activation_checkpointing
 from steady.runlog import RunLog
-from steady.stop import Saving, StopRequest, stopped
+from steady.stop import Saving, StopRequest, stop_message
 
 # output and evaluation
 out_dir = "out"  # folder for checkpoints and metrics.jsonl
@@ -107,14 +107,14 @@ torch.manual_seed(seed)  # the same on every rank: initial weights are not broad
 data = DataSet(dataset, vocab_size)
 if verify_data and process.master:
     data.verify()
-asked = GPTConfig.from_settings(config, data.padded_vocab_size)
+requested = GPTConfig.from_settings(config, data.padded_vocab_size)
 config["init_from"] = checkpoint.resolve_init_from(init_from, ckpt_path, process)
 if config["init_from"] == "scratch":
-    start = checkpoint.Start(asked.settings())
+    start = checkpoint.Start(requested.settings())
 elif config["init_from"] == "resume":  # requested, or torchrun restarted this launch
-    start = checkpoint.resume(ckpt_path, asked, data, config, process)
+    start = checkpoint.resume(ckpt_path, requested, data, config, process)
 else:
-    start = convert.start_from(init_from, data, block_size, dropout)
+    start = convert.load_pretrained(init_from, data, block_size, dropout)
 model_config = GPTConfig(**start.model_config)
 config |= {key: size for key, size in start.model_config.items() if key in config}  # as loaded
 train_file, val_file = data.open(block_size, model_config.vocab_size)
@@ -252,7 +252,8 @@ micro_batches = loader.micro_batches(iter_num)
 log.start_clock(iter_num, sequences_per_iter * block_size, raw_model.flops_per_token(), process)
 skipped = torch.zeros((), device=process.device)  # consecutive steps with non-finite gradients
 stopping = stop_request.stop_requested()
-with Saving(ckpt_path, training_state, process, not eval_only, fit.memory_flags, log.line) as run:
+saving = Saving(ckpt_path, training_state, process, not eval_only, fit.memory_flags, log.line)
+with saving:
     while not stopping:
         # ---- learning rate ----------------------------------------------------
         lr = optim.set_schedule(opt, iter_num, config)
@@ -267,7 +268,7 @@ with Saving(ckpt_path, training_state, process, not eval_only, fit.memory_flags,
                 n_batches = eval_sequences / fit.batch_size / process.world_size
                 batches = log.waiting(batches, n_batches, f"evaluating {name}")
                 losses[name] = distributed.all_reduce_sum(evaluate(model, batches)).item()
-            run.require_finite(losses, iter_num)
+            saving.require_finite(losses, iter_num)
             if stopping := stop_request.stop_requested():
                 break  # incomplete losses: the resumed run evaluates again
             better = iter_num > 0 and not eval_only and losses["val_loss"] < best_val_loss
@@ -298,7 +299,7 @@ with Saving(ckpt_path, training_state, process, not eval_only, fit.memory_flags,
         log_due = stopping or iter_num % log_interval == 0 or iter_num + 1 == max_iters
         if log_due:  # start copying now, so that reading does not wait for the optimizer
             distributed.all_reduce_sum(loss)
-            numbers = hardware.to_host_async(loss, grad_norm, skipped)
+            read_numbers = hardware.to_host_async(loss, grad_norm, skipped)
         scaler.step(opt)
         scaler.update()
         opt.zero_grad(set_to_none=not plan.cuda_graphs)
@@ -306,9 +307,9 @@ with Saving(ckpt_path, training_state, process, not eval_only, fit.memory_flags,
 
         # ---- log --------------------------------------------------------------
         if log_due:
-            loss_now, norm_now, skipped_now = numbers()  # waits for the device
+            loss_now, norm_now, skipped_now = read_numbers()  # waits for the device
             log.step(iter_num - 1, loss_now, lr, norm_now)
-            run.require_finite({"loss": loss_now}, iter_num - 1, skipped_now)
+            saving.require_finite({"loss": loss_now}, iter_num - 1, skipped_now)
         log.progress(iter_num)
         trace.step()
 
@@ -316,6 +317,6 @@ with Saving(ckpt_path, training_state, process, not eval_only, fit.memory_flags,
 # the end
 log.close()
 if stopping:
-    print(stopped(iter_num, ckpt_path))
+    print(stop_message(iter_num, ckpt_path))
 elif not eval_only:
     print(log.summary(iter_num, loader.position(iter_num) * block_size, best_val_loss, best_path))

@@ -46,7 +46,7 @@ class KVCache:
         self.keys = [torch.zeros(shape, device=device, dtype=dtype) for _ in range(config.n_layer)]
         self.values = [torch.zeros_like(keys) for keys in self.keys]
 
-    def advance(self, T: int) -> Tensor:
+    def reserve(self, T: int) -> Tensor:
         """Reserve the next T positions and make their mask. Returns the positions (T,)."""
         self.positions = self.position + self.slots[:T]
         visible = self.slots <= self.positions[:, None]  # (T, S)
@@ -56,7 +56,7 @@ class KVCache:
         return self.positions
 
     def layer(self, i: int) -> LayerCache:
-        """Layer i's cache, for the positions from `advance`. It holds no reference to this object:
+        """Layer i's cache, for the positions from `reserve`. It holds no reference to this object:
         a reference cycle would keep the memory until the garbage collector runs."""
         return LayerCache(
             self.keys[i], self.values[i], self.positions, self.mask, self.heads_per_key

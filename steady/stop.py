@@ -201,7 +201,7 @@ class Saving:
             return f"{self.path} was not saved ({reason})"
 
 
-def stopped(iter_num: int, path: Path) -> str:
+def stop_message(iter_num: int, path: Path) -> str:
     """The last lines of a run that a signal has stopped: the checkpoint and the command that
     resumes. Ignores further signals: there is nothing left to stop."""
     for signum in (signal.SIGINT, signal.SIGTERM):

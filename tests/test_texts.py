@@ -213,7 +213,7 @@ def test_f61_a_data_set_made_without_the_token_is_no_data_for_such_a_model(tmp_p
     tokenizer = from_meta(load_tokenizer(f"hf:{folder}").meta() | {"begin_of_text": None})
     write_dataset(tmp_path / "data", tokenizer, {"train": STORIES, "val": STORIES[:9]})
     with pytest.raises(ValueError, match="was not made with .*'s tokenizer: make one with"):
-        convert.start_from(str(folder), DataSet(str(tmp_path / "data")), 16, 0.0)
+        convert.load_pretrained(str(folder), DataSet(str(tmp_path / "data")), 16, 0.0)
 
 
 def test_f61_an_export_without_the_token_does_not_prepend_it(tmp_path):
