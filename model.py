@@ -111,7 +111,7 @@ class RMSNorm(nn.Module):
 def rope_tables(positions: Tensor, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
     """Cosines and sines for `apply_rope` at `positions` (T,): two float32 tables (T, 1, D).
 
-    A position with D / 2 angles a has the rows (cos a, cos a) and (-sin a, sin a).
+    With t the D / 2 angles of a position, its rows are (cos t, cos t) and (-sin t, sin t).
     """
     pairs = torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float32)
     angles = positions[:, None, None].float() * theta ** (-pairs / head_dim)  # (T, 1, D / 2)
@@ -246,14 +246,14 @@ class GPT(nn.Module):
         nn.init.normal_(weight, std=std, generator=generator)
 
     def compute_rope_tables(self) -> None:
-        """Precompute the tables for every position. In the forward pass, the compiler would fuse
-        them into every layer's kernels, which makes those four times slower."""
+        """Precompute the tables for every position. If forward computed them, the compiler
+        would fuse them into every layer's kernels, making those four times slower."""
         config = self.config
         positions = torch.arange(config.block_size, device=self.token_embedding.weight.device)
         self.rope_cos, self.rope_sin = rope_tables(positions, config.head_dim, config.rope_theta)
 
     def _apply(self, function, recurse=True):
-        """`.to()` and `.cuda()` call this. Recompute the tables: .bfloat16() has rounded them."""
+        """`.to()` and `.cuda()` call this. Recompute the tables: .bfloat16() rounds them."""
         super()._apply(function, recurse)
         self.compute_rope_tables()
         return self
@@ -264,7 +264,7 @@ class GPT(nn.Module):
         Args:
             tokens: (B, T) int64, T at most block_size.
             targets: (B, T) int64; negative ones (-1, -100) are ignored.
-            cache: a KVCache (steady/generate.py) of the earlier tokens; adds `tokens` to it.
+            cache: a KVCache (steady/generate.py) of the earlier tokens; `tokens` are added.
 
         Returns the mean loss (scalar, float32) or the logits (B, T, V). With a cache it returns
         only the last position's logits (B, 1, V).

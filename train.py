@@ -57,7 +57,7 @@ n_head = 12  # attention (query) heads
 n_kv_head = 0  # key/value heads, a divisor of n_head; 0: n_head
 n_embd = 768  # embedding width
 n_hidden = 0  # MLP width; 0: 8/3 n_embd, rounded up to a multiple of 64
-vocab_size = 0  # the model's; 0: the data set's, rounded up to a multiple of 64
+vocab_size = 0  # 0: the data set's, rounded up to a multiple of 64
 dropout = 0.0  # use 0.1+ for many epochs on a small text
 rope_theta = 10000.0  # base of the rotary embeddings
 qk_norm = False  # apply RMSNorm to queries and keys
@@ -95,7 +95,7 @@ config = configure(globals())
 process = distributed.this_process(parallel, device, dtype, n_embd)
 plan = compiling.plan(compile, compile_mode, process.device)
 distributed.start(process, config, plan.cuda_graphs)
-out_path = Path(config["out_dir"])  # rank 0's on all ranks
+out_path = Path(config["out_dir"])  # the same on all ranks
 ckpt_path, best_path = out_path / "ckpt.pt", out_path / "best.pt"
 if not eval_only or wandb_log:  # this run writes to out_dir: lock it
     distributed.on_rank0_first(process, lambda: folder.claim(out_path))
@@ -131,7 +131,7 @@ distributed.shard(raw_model, process)  # parallel=fsdp
 start.load_weights(raw_model)
 
 # -----------------------------------------------------------------------------
-# optimizer; most of torch's work: opt = torch.optim.SGD(raw_model.parameters())
+# optimizer; most torch optimizers work: opt = torch.optim.SGD(raw_model.parameters())
 opt = optim.build_optimizer(raw_model, config, plan.compiled, process.dtype)
 scaler = torch.amp.GradScaler(process.device.type, enabled=process.dtype == torch.float16)
 if not eval_only:

@@ -6,8 +6,8 @@ r"""Finetune SmolLM2 (135M) on tiny Shakespeare: a few minutes on one GPU.
     python sample.py --out_dir=out-finetune-shakespeare --start="ROMEO:"
 
 Other models of the Llama family work too (docs/pretrained.md): pass --init_from=FOLDER_OR_HUB_ID
-and a data set made with the model's tokenizer. It overfits quickly; best.pt has the weights with
-the lowest validation loss.
+and a data set made with the model's tokenizer. Finetuning overfits quickly; best.pt has the weights
+with the lowest validation loss.
 """
 
 out_dir = "out-finetune-shakespeare"
