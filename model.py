@@ -111,7 +111,7 @@ class RMSNorm(nn.Module):
 def rope_tables(positions: Tensor, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
     """Cosines and sines for `apply_rope` at `positions` (T,): two float32 tables (T, 1, D).
 
-    With t the D / 2 angles of a position, its rows are (cos t, cos t) and (-sin t, sin t).
+    For a position's D / 2 angles t, the two rows are (cos t, cos t) and (-sin t, sin t).
     """
     pairs = torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float32)
     angles = positions[:, None, None].float() * theta ** (-pairs / head_dim)  # (T, 1, D / 2)
@@ -291,7 +291,7 @@ class GPT(nn.Module):
     def flops_per_token(self) -> int:
         """FLOPs of a training step per token: 6 N + 12 L H D T (PaLM's appendix B).
 
-        By convention, embedding lookups do not count and attention counts as if it were not causal.
+        By convention, embedding lookups count as zero, and attention as if it were not causal.
         """
         config = self.config
         n = self.num_params()

@@ -6,12 +6,12 @@
     python train.py --help
 
 The settings below are nanoGPT's for GPT-2 (124M). Config files and `--key=value` override them.
-On Ctrl-C, SIGTERM or a closed terminal it finishes the step, saves, and prints how to resume.
+On Ctrl-C, SIGTERM or a closed terminal a run finishes its step, saves, and prints how to resume.
 """
 
 import steady
 
-steady.start_script()  # before importing torch: sets up CUDA's allocator, Ctrl-C, closed streams
+steady.start_script()  # before importing torch: handles CUDA's allocator, Ctrl-C, closed streams
 
 import time
 from collections.abc import Iterable
@@ -111,7 +111,7 @@ requested = GPTConfig.from_settings(config, data.padded_vocab_size)
 config["init_from"] = checkpoint.resolve_init_from(init_from, ckpt_path, process)
 if config["init_from"] == "scratch":
     start = checkpoint.Start(requested.settings())
-elif config["init_from"] == "resume":  # requested, or torchrun restarted this launch
+elif config["init_from"] == "resume":  # asked for, or torchrun restarted this launch
     start = checkpoint.resume(ckpt_path, requested, data, config, process)
 else:
     start = convert.load_pretrained(init_from, data, block_size, dropout)
@@ -163,7 +163,7 @@ log.settings(config, __file__)
 def forward_backward(model: torch.nn.Module, micro_batches: Iterable) -> torch.Tensor:
     """Accumulate the gradients of `micro_batches`, pairs (tokens, targets) of shape (batch,
     block_size). Returns their share of the iteration's mean loss (scalar)."""
-    loss = torch.zeros((), device=process.device)  # our own tensor: CUDA graphs overwrite theirs
+    loss = torch.zeros((), device=process.device)  # ours: CUDA graphs overwrite their outputs
     for tokens, targets in micro_batches:
         if plan.cuda_graphs:
             torch.compiler.cudagraph_mark_step_begin()  # the last output may be overwritten now
@@ -193,7 +193,7 @@ def trial(micro_batch_size: int, checkpointing: str) -> torch.nn.Module:
     use_activation_checkpointing(raw_model, checkpointing)
     model = compiling.compile_model(raw_model, plan, process.shards_model, checkpointing)
     tokens = torch.zeros(micro_batch_size, block_size, dtype=torch.int64, device=process.device)
-    targets = torch.zeros_like(tokens)  # not tokens: torch.compile would see an alias
+    targets = torch.zeros_like(tokens)  # a copy: torch.compile would notice an alias
     buffers = [buffer.clone() for buffer in raw_model.buffers()]
     micro_steps = sequences_per_iter // process.world_size // micro_batch_size
     # 3 runs: CUDA graphs warm up, record and replay; 2 runs: the second accumulates gradients
