@@ -139,7 +139,7 @@ if not eval_only:
 parameters = [p for p in raw_model.parameters() if p.requires_grad]
 static_gradients = optim.StaticGradients(parameters, plan.cuda_graphs)
 
-# global batch sizes for training and evaluation; splitting micro-batches keeps them
+# global batch sizes for training and evaluation; smaller micro-batches keep these
 sequences_per_iter = batch_size * gradient_accumulation_steps
 eval_sequences = eval_iters * batch_size
 iter_num, best_val_loss = start.iter_num, start.best_val_loss
@@ -163,10 +163,10 @@ log.settings(config, __file__)
 def forward_backward(model: torch.nn.Module, micro_batches: Iterable) -> torch.Tensor:
     """Accumulate the gradients of `micro_batches`, pairs (tokens, targets) of shape (batch,
     block_size). Returns their share of the iteration's mean loss (scalar)."""
-    loss = torch.zeros((), device=process.device)  # ours: CUDA graphs overwrite their outputs
+    loss = torch.zeros((), device=process.device)  # a tensor that no CUDA graph overwrites
     for tokens, targets in micro_batches:
         if plan.cuda_graphs:
-            torch.compiler.cudagraph_mark_step_begin()  # the last output may be overwritten now
+            torch.compiler.cudagraph_mark_step_begin()  # allow overwriting the last output
         with autocast:
             micro_loss = model(tokens, targets) * (len(tokens) / sequences_per_iter)
         scaler.scale(micro_loss).backward()
@@ -193,7 +193,7 @@ def trial(micro_batch_size: int, checkpointing: str) -> torch.nn.Module:
     use_activation_checkpointing(raw_model, checkpointing)
     model = compiling.compile_model(raw_model, plan, process.shards_model, checkpointing)
     tokens = torch.zeros(micro_batch_size, block_size, dtype=torch.int64, device=process.device)
-    targets = torch.zeros_like(tokens)  # a copy: torch.compile would notice an alias
+    targets = torch.zeros_like(tokens)  # not tokens: torch.compile notices aliases
     buffers = [buffer.clone() for buffer in raw_model.buffers()]
     micro_steps = sequences_per_iter // process.world_size // micro_batch_size
     # 3 runs: CUDA graphs warm up, record and replay; 2 runs: the second accumulates gradients

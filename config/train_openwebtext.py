@@ -2,7 +2,6 @@
 
     python data/openwebtext/prepare.py --num_proc=8
     python train.py config/train_openwebtext.py
-    python train.py config/train_openwebtext.py --batch_size=4 --gradient_accumulation_steps=120
     python sample.py
 
 Like nanoGPT, it writes to out/, where sample.py looks by default. The learning rate stays constant
