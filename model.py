@@ -111,7 +111,7 @@ class RMSNorm(nn.Module):
 def rope_tables(positions: Tensor, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
     """Cosines and sines for `apply_rope` at `positions` (T,): two float32 tables (T, 1, D).
 
-    For a position's D / 2 angles t, the two rows are (cos t, cos t) and (-sin t, sin t).
+    For a position's D / 2 angles t, its rows are (cos t, cos t) and (-sin t, sin t).
     """
     pairs = torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float32)
     angles = positions[:, None, None].float() * theta ** (-pairs / head_dim)  # (T, 1, D / 2)

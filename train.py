@@ -139,7 +139,7 @@ if not eval_only:
 parameters = [p for p in raw_model.parameters() if p.requires_grad]
 static_gradients = optim.StaticGradients(parameters, plan.cuda_graphs)
 
-# global batch sizes for training and evaluation; smaller micro-batches keep these
+# global batch sizes for training and evaluation; splitting does not change them
 sequences_per_iter = batch_size * gradient_accumulation_steps
 eval_sequences = eval_iters * batch_size
 iter_num, best_val_loss = start.iter_num, start.best_val_loss
@@ -193,7 +193,7 @@ def trial(micro_batch_size: int, checkpointing: str) -> torch.nn.Module:
     use_activation_checkpointing(raw_model, checkpointing)
     model = compiling.compile_model(raw_model, plan, process.shards_model, checkpointing)
     tokens = torch.zeros(micro_batch_size, block_size, dtype=torch.int64, device=process.device)
-    targets = torch.zeros_like(tokens)  # not tokens: torch.compile notices aliases
+    targets = torch.zeros_like(tokens)  # a separate tensor: compile sees aliases
     buffers = [buffer.clone() for buffer in raw_model.buffers()]
     micro_steps = sequences_per_iter // process.world_size // micro_batch_size
     # 3 runs: CUDA graphs warm up, record and replay; 2 runs: the second accumulates gradients

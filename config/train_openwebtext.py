@@ -8,9 +8,9 @@ Like nanoGPT, it writes to out/, where sample.py looks by default. The learning 
 for the first 60% of the run and then falls to zero. Increase max_iters for a longer run;
 docs/choosing.md explains how to resume from before the decay.
 
-The hour is an estimate from the throughput: no run has reached its end yet. Separate runs of 100
-iterations (other text, --batch_size=32 --gradient_accumulation_steps=15) reached a validation loss
-of 2.65 at this learning rate and 2.81 at 6e-3. The global batch is nanoGPT's, in micro-batches that
+The hour is an estimate from the throughput: no run has reached its end yet. Runs of 100 iterations
+(not on OpenWebText, --batch_size=32 --gradient_accumulation_steps=15) reached a validation loss of
+2.65 at this learning rate and 2.81 at 6e-3. The global batch is nanoGPT's, in micro-batches that
 fit on most cards. docs/choosing.md has starting points for other sizes.
 """
 
