@@ -26,7 +26,7 @@ import sys
 import textwrap
 import tokenize
 import types
-from itertools import takewhile
+from itertools import takewhile, zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -436,11 +436,11 @@ def describe(settings: dict[str, Setting], script: str, positional: str) -> str:
             if setting.section == section:
                 default = repr(setting.default) if setting.default == "\n" else setting.default
                 flag = f"  --{name}={default}"
-                if len(flag) >= 32:  # it gets a line of its own
-                    lines, flag = [*lines, flag], ""
-                lines += textwrap.wrap(setting.comment, 80, break_on_hyphens=False,
-                                       initial_indent=f"{flag:32}",
-                                       subsequent_indent=" " * 32) or [flag]  # fmt: skip
+                comment = textwrap.wrap(setting.comment, 48, break_on_hyphens=False)
+                if len(flag) > 30:  # the comment begins on the next line
+                    comment.insert(0, "")
+                rows = zip_longest([flag], comment, fillvalue="")
+                lines += [f"{left:32}{right}".rstrip() for left, right in rows]
     return "\n".join(lines)
 
 
