@@ -81,9 +81,8 @@ class Muon(AdamW):
         self.stacks = []
         for parameters, head_dim in stacks_of(self.muon_group["params"], head_dims):
             local = local_shards(parameters)
-            place = {"device": local[0].device}
-            place["dtype"] = torch.promote_types(local[0].dtype, torch.float32)
-            momentum = torch.zeros((len(local), *local[0].shape), **place)
+            dtype = torch.promote_types(local[0].dtype, torch.float32)
+            momentum = local[0].new_zeros((len(local), *local[0].shape), dtype=dtype)
             # start with the value for an orthogonal matrix, so the average needs no warm-up
             rows, columns = parameters[0].shape
             row = torch.full_like(momentum[:, :, :1], 1.0 / max(head_dim or rows, columns))
@@ -104,12 +103,12 @@ class Muon(AdamW):
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
         super().step()
-        group, device = self.muon_group, self.stacks[0].momentum.device
+        group, buffers = self.muon_group, self.stacks[0].momentum
         # tensors, because every new Python number would recompile the code
         lr, momentum, decay = torch.tensor(
             [group["lr"], group["momentum"], group["lr"] * group["weight_decay"]],
-            dtype=self.stacks[0].momentum.dtype,
-        ).to(device, non_blocking=True)  # fmt: skip
+            dtype=buffers.dtype,
+        ).to(buffers.device, non_blocking=True)  # fmt: skip
         divisor, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         divisor = torch.ones_like(lr) if divisor is None else divisor
         usable = torch.ones_like(lr) if found_inf is None else 1.0 - found_inf.to(lr.dtype)
