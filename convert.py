@@ -67,7 +67,7 @@ class Pretrained(NamedTuple):
     model_config: dict[str, Any]
     weights: dict[str, torch.Tensor]
     tokenizer: dict[str, Any]
-    pretrained_files: dict[str, Any]
+    metadata: dict[str, Any]
 
 
 def rename(name: str, names: dict[str, str]) -> str:
@@ -198,20 +198,20 @@ def read_pretrained(source: str) -> Pretrained:
         expected = GPT(GPTConfig(**model_config))
     checkpoint.check_weights(weights, expected, f"{folder} does not fit its config.json in")
     names = ("generation_config", "tokenizer_config", "special_tokens_map")
-    pretrained_files = {name: read_json(folder / f"{name}.json") for name in names}
+    metadata = {name: read_json(folder / f"{name}.json") for name in names}
     theirs = read_json(folder / "config.json")
     kept = ("bos_token_id", "eos_token_id", "pad_token_id", "max_position_embeddings")
-    pretrained_files["config"] = {key: theirs[key] for key in kept if key in theirs}
+    metadata["config"] = {key: theirs[key] for key in kept if key in theirs}
     try:
         if (folder / "chat_template.jinja").is_file():
-            pretrained_files["chat_template"] = (folder / "chat_template.jinja").read_text("utf-8")
+            metadata["chat_template"] = (folder / "chat_template.jinja").read_text("utf-8")
         named = [path for path in (folder / TEMPLATES).glob("*.jinja") if path.is_file()]
         if named:
-            pretrained_files[TEMPLATES] = {path.stem: path.read_text("utf-8") for path in named}
+            metadata[TEMPLATES] = {path.stem: path.read_text("utf-8") for path in named}
     except UnicodeDecodeError as error:
         raise UserError(f"{folder} has a chat template that is not UTF-8: {error}") from None
-    pretrained_files["dtype"] = str(next(iter(tensors.values())).dtype).removeprefix("torch.")
-    return Pretrained(model_config, weights, hf_tokenizer_meta(folder), pretrained_files)
+    metadata["dtype"] = str(next(iter(tensors.values())).dtype).removeprefix("torch.")
+    return Pretrained(model_config, weights, hf_tokenizer_meta(folder), metadata)
 
 
 def read_run(source: Path) -> Pretrained:
@@ -219,11 +219,11 @@ def read_run(source: Path) -> Pretrained:
     path = source if source.is_file() else checkpoint.find(source)
     saved = checkpoint.load(path)
     model_config = checkpoint.architecture(saved, GPTConfig, path).settings()
-    pretrained_files = saved["pretrained"] or {"dtype": "float32"}
+    metadata = saved["pretrained"] or {"dtype": "float32"}
     if os.environ.get("RANK", "0") == "0":
         print(f"note: starting from {path} with a new optimizer; to resume that run, use "
               f"--out_dir={path.parent} --init_from=resume")  # fmt: skip
-    return Pretrained(model_config, saved["model"], saved["tokenizer"], pretrained_files)
+    return Pretrained(model_config, saved["model"], saved["tokenizer"], metadata)
 
 
 def load_pretrained(source: str, data: DataSet, block_size: int, dropout: float) -> Start:
@@ -250,7 +250,7 @@ def load_pretrained(source: str, data: DataSet, block_size: int, dropout: float)
         print(f"note: {source} has no tokenizer.json: cannot check that {data.folder.name} was "
               "made with its tokenizer")  # fmt: skip
     model_config = pretrained.model_config | {"block_size": block_size, "dropout": dropout}
-    return Start(model_config, pretrained.weights, pretrained.pretrained_files, source=Path(source))
+    return Start(model_config, pretrained.weights, pretrained.metadata, source=Path(source))
 
 
 def holds_another_model(folder: Path) -> bool:
@@ -281,8 +281,8 @@ def write_pretrained(saved: dict[str, Any], folder: Path, dtype: torch.dtype) ->
     ours = GPTConfig(**saved["model_config"])
     kind = "Qwen3" if ours.qk_norm else "Llama"
     tokenizer = from_meta(saved["tokenizer"])
-    pretrained_files = saved.get("pretrained") or {}
-    before = pretrained_files.get("config", {})
+    metadata = saved.get("pretrained") or {}
+    before = metadata.get("config", {})
     ids = {"bos_token_id": tokenizer.end_of_text} | before
     stops = tokenizer.stop_tokens  # exported samples end at the same tokens
     ids["eos_token_id"] = stops if len(stops) > 1 else stops[0] if stops else None
@@ -309,8 +309,7 @@ def write_pretrained(saved: dict[str, Any], folder: Path, dtype: torch.dtype) ->
         "tie_word_embeddings": ours.tied_embeddings,
         "torch_dtype": str(dtype).removeprefix("torch."),
     } | ids
-    generation = pretrained_files.get("generation_config", {})
-    generation = {"bos_token_id": ids["bos_token_id"]} | generation
+    generation = {"bos_token_id": ids["bos_token_id"]} | metadata.get("generation_config", {})
     generation["eos_token_id"] = ids["eos_token_id"]
     if folder.exists() and not folder.is_dir():
         raise UserError(f"--to={folder} is not a folder: name one")
@@ -335,7 +334,7 @@ def write_pretrained(saved: dict[str, Any], folder: Path, dtype: torch.dtype) ->
         for name, content in (("config", theirs), ("generation_config", generation)):
             with atomic_write(folder / f"{name}.json") as file:
                 file.write(json.dumps(content, indent=2).encode() + b"\n")
-        write_hf_tokenizer(saved["tokenizer"], folder, pretrained_files)
+        write_hf_tokenizer(saved["tokenizer"], folder, metadata)
         shutil.copymode(folder / "config.json", part)  # else only we may read it
         part.replace(folder / "model.safetensors")
     except BaseException:

@@ -431,42 +431,42 @@ def load(path: Path, kinds: dict[str, type] = WEIGHTS_ONLY) -> dict[str, Any]:
         check_tensors(content["model"], path)
         if kinds is EVERYTHING:
             check_optimizer(content, path)
-        pretrained_files = content.setdefault("pretrained", None)
+        metadata = content.setdefault("pretrained", None)
         if "pretrained_dtype" in content:  # checkpoints from before 2026-11-25
             dtype = content["pretrained_dtype"]
-            pretrained_files = {"dtype": dtype} if isinstance(dtype, str) else dtype
-            content["pretrained"] = pretrained_files
-        if pretrained_files is not None:
-            check_pretrained_files(pretrained_files, f"{path}, pretrained")
+            metadata = {"dtype": dtype} if isinstance(dtype, str) else dtype
+            content["pretrained"] = metadata
+        if metadata is not None:
+            check_metadata(metadata, f"{path}, pretrained")
         check_meta(content["tokenizer"], f"{path}, tokenizer")
     except UserError as error:
         raise UserError(f"{error}{intact_alternatives(path)}") from None
     return content
 
 
-def check_pretrained_files(pretrained_files: Any, source: str) -> None:
-    """Raises UserError unless they have the form of `Pretrained.pretrained_files` (convert.py)."""
+def check_metadata(metadata: Any, source: str) -> None:
+    """Raises UserError unless it has the form of `Pretrained.metadata` (convert.py)."""
     kinds = {name: dict for name in ("config", "generation_config", "tokenizer_config",
                                      "special_tokens_map", TEMPLATES)}  # fmt: skip
-    good = isinstance(pretrained_files, dict) and all(
-        isinstance(value, kinds.get(key, str)) for key, value in pretrained_files.items()
+    good = isinstance(metadata, dict) and all(
+        isinstance(value, kinds.get(key, str)) for key, value in metadata.items()
     )
     good = good and all(
         re.fullmatch(r"[\w-]+", str(name)) and isinstance(text, str)
-        for name, text in pretrained_files.get(TEMPLATES, {}).items()
+        for name, text in metadata.get(TEMPLATES, {}).items()
     )
     if good:
         try:
-            json.dumps(pretrained_files)
-            longest = pretrained_files.get("config", {}).get("max_position_embeddings", 0)
+            json.dumps(metadata)
+            longest = metadata.get("config", {}).get("max_position_embeddings", 0)
             good = type(longest) is int and 0 <= longest < 2**31
         except (TypeError, ValueError, RecursionError):
             good = False
     if not good:
-        raise UserError(f"{source} is not what convert.py writes: {reprlib.repr(pretrained_files)}")
-    dtype = getattr(torch, str(pretrained_files.get("dtype")), None)
+        raise UserError(f"{source} is not what convert.py writes: {reprlib.repr(metadata)}")
+    dtype = getattr(torch, str(metadata.get("dtype")), None)
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-        found = reprlib.repr(pretrained_files.get("dtype"))
+        found = reprlib.repr(metadata.get("dtype"))
         raise UserError(f"{source} has no floating-point dtype: {found}")
 
 

@@ -490,7 +490,7 @@ def test_f66_an_export_ends_where_samples_end(tmp_path, where):
     pretrained = convert.read_pretrained(str(folder))
     saved = {
         "model": pretrained.weights, "model_config": pretrained.model_config,
-        "tokenizer": pretrained.tokenizer, "pretrained": pretrained.pretrained_files,
+        "tokenizer": pretrained.tokenizer, "pretrained": pretrained.metadata,
     }  # fmt: skip
     convert.write_pretrained(saved, tmp_path / "to", torch.float32)
     for name in ("config", "generation_config"):
@@ -504,22 +504,22 @@ def test_f66_named_chat_templates_and_the_space_before_a_text_are_kept(tmp_path)
     (folder / tokenizers_.TEMPLATES).mkdir()
     (folder / tokenizers_.TEMPLATES / "tool_use.jinja").write_text("b")
     pretrained = convert.read_pretrained(str(folder))
-    checkpoint.check_pretrained_files(pretrained.pretrained_files, "it")
-    tokenizers_.write_hf_tokenizer(pretrained.tokenizer, tmp_path, pretrained.pretrained_files)
+    checkpoint.check_metadata(pretrained.metadata, "it")
+    tokenizers_.write_hf_tokenizer(pretrained.tokenizer, tmp_path, pretrained.metadata)
     assert (tmp_path / "chat_template.jinja").read_text() == "a"
     assert (tmp_path / tokenizers_.TEMPLATES / "tool_use.jinja").read_text() == "b"
     settings = json.loads((tmp_path / "tokenizer_config.json").read_text())
     assert settings["add_prefix_space"] is True
-    wrong = pretrained.pretrained_files | {tokenizers_.TEMPLATES: {"../../x": "a"}}
+    wrong = pretrained.metadata | {tokenizers_.TEMPLATES: {"../../x": "a"}}
     with pytest.raises(ValueError, match="it is not what convert.py writes"):
-        checkpoint.check_pretrained_files(wrong, "it")
+        checkpoint.check_metadata(wrong, "it")
 
 
 def test_f66_exports_keep_what_the_pretrained_model_came_with(tmp_path, template_model):
     pretrained = convert.read_pretrained(str(template_model))
     saved = {
         "model": pretrained.weights, "model_config": pretrained.model_config | {"block_size": 16},
-        "tokenizer": pretrained.tokenizer, "pretrained": pretrained.pretrained_files,
+        "tokenizer": pretrained.tokenizer, "pretrained": pretrained.metadata,
     }  # fmt: skip
     convert.write_pretrained(saved, tmp_path, torch.float32)
     theirs = transformers.AutoTokenizer.from_pretrained(template_model)
