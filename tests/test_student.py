@@ -230,6 +230,23 @@ EDITS = {
     "gradients_changed_by_hand": Edit(
         (), ((UNSCALE, "        for p in parameters:\n            p.grad.sign_()\n" + UNSCALE),)
     ),
+    "no_clipping": Edit(
+        (), (("optim.clip_gradients(opt, grad_clip)", "torch.zeros((), device=process.device)"),
+             ("grad_clip = 1.0", "grad_clip = 0.0"))
+    ),
+    "a_running_average_of_the_weights": Edit(
+        (), (("micro_batches = loader.micro_batches(iter_num)\n",
+              "micro_batches = loader.micro_batches(iter_num)\n"
+              "import copy\naverage = copy.deepcopy(raw_model)\n"),
+             ("        iter_num += 1\n",
+              "        iter_num += 1\n"
+              "        with torch.no_grad():\n"
+              "            for a, b in zip(average.parameters(), parameters, strict=True):\n"
+              "                a.lerp_(b, 0.5)\n"
+              "            assert evaluate(average, [(torch.zeros(1, 8, dtype=torch.int64,"
+              " device=process.device),) * 2 + (1.0,)]).isfinite()\n")),
+        changes_loss=False
+    ),
     "a_rate_of_its_own_for_the_embedding": Edit(
         (), (("        lr = optim.set_schedule(opt, iter_num, config)\n",
               "        lr = optim.set_schedule(opt, iter_num, config)\n"
@@ -243,7 +260,8 @@ SAME_PARAMETERS = (
     "parallel_attention_and_mlp", "blocks_know_their_place", "attention_by_hand",
     "a_sliding_window", "a_mask_of_minus_infinity_in_a_buffer",
     "a_counter_in_a_buffer", "full_logits", "a_negative_loss",
-    "label_smoothing_from_a_new_setting", "plain_zero_grad",
+    "label_smoothing_from_a_new_setting", "plain_zero_grad", "no_clipping",
+    "a_running_average_of_the_weights",
     "blocks_return_a_second_value",
 )  # fmt: skip
 
