@@ -9,9 +9,8 @@ for the first 60% of the run and then falls to zero. Increase max_iters for a lo
 docs/choosing.md explains how to resume from before the decay.
 
 The hour is an estimate from the throughput: no run has reached its end yet. Runs of 100 iterations
-(not on OpenWebText, --batch_size=32 --gradient_accumulation_steps=15) reached a validation loss of
-2.65 at this learning rate and 2.81 at 6e-3. The global batch is nanoGPT's, in micro-batches that
-fit on most cards. docs/choosing.md has starting points for other sizes.
+(not on OpenWebText, 15 micro-batches of 32) reached a validation loss of 2.65 at this learning rate
+and 2.81 at 6e-3. docs/choosing.md has starting points for other sizes.
 """
 
 wandb_run_name = "gpt2-124M-muon"
@@ -19,17 +18,18 @@ wandb_run_name = "gpt2-124M-muon"
 n_head = 6
 qk_norm = True
 
-batch_size = 12
+batch_size = 32
 block_size = 1024
-gradient_accumulation_steps = 40
+gradient_accumulation_steps = 16  # 0.5M tokens per iteration
 
 optimizer = "muon"
 learning_rate = 3e-3
 lr_schedule = "wsd"
 decay_fraction = 0.4
-max_iters = 3500
+max_iters = 3250
 warmup_iters = 0
 min_lr = 0.0
 
 eval_interval = 250
+eval_iters = 80
 log_interval = 10
