@@ -51,7 +51,7 @@ import torch.distributed.fsdp
 
 import convert  # noqa: F401
 from configurator import configure, parse, read_settings
-from steady import checkpoint, textfiles
+from steady import checkpoint, prepare
 from steady.prepare import split_text, write_dataset
 from steady.runlog import read_metrics
 from steady.tokenizer import CharTokenizer, train_bpe
@@ -644,7 +644,7 @@ def kill_preparation(path: Path, whole: Path) -> None:
 
 def kill_preparations(folder: Path) -> None:
     global PREPARATION_SECONDS
-    textfiles.PART_BYTES, textfiles.READ_BYTES = 2**14, 2**12  # inherited by the processes
+    prepare.BATCH, prepare.SAVE_SECONDS = 2**14, 0  # inherited by the processes
     path = folder / "rows.jsonl"
     path.write_text("".join(json.dumps({"text": f"row {i} " * 9}) + "\n" for i in range(20_000)))
     began = time.monotonic()

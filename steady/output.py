@@ -16,7 +16,7 @@ def shown(text: str, limit: int = 200) -> str:
 
 
 def waiting(
-    items: Iterable[Any], total: float, what: str, quiet: bool = False, **options: Any
+    items: Iterable[Any] | None, total: float | None, what: str, quiet: bool = False, **options: Any
 ) -> Any:
     """`items`, with a progress bar and the remaining time if they take more than five seconds.
     Shows nothing without tqdm or with `quiet`."""

@@ -39,11 +39,11 @@ PIECE = 2**18  # characters of a long text to tokenize at a time
 WINDOW = 2**11  # characters to look at on each side of a cut
 
 
-def encode_pieces(
+def cut_text(
     tokenizer: Tokenizer, chunks: Iterable[str], before: str = "", after: str = ""
-) -> Iterator[Sequence[int]]:
-    """The ids of the text in `chunks`, in pieces. The ids are the same as for the whole text, but
-    memory stays constant, and tokenizers that fail on long texts work (tiktoken#15).
+) -> Iterator[tuple[str, str, str]]:
+    """Cut the text in `chunks` where that does not change its ids. Yields pieces of it, each
+    between the text before and after it, up to WINDOW characters.
 
     before, after: at least WINDOW characters of the text around it, if it is part of a longer one.
     """
@@ -56,9 +56,18 @@ def encode_pieces(
                 position += WINDOW
                 continue
             cut += position - WINDOW
-            yield encode_between(tokenizer, before, text[:cut], text[cut : cut + WINDOW])
+            yield before, text[:cut], text[cut : cut + WINDOW]
             before, text, position = text[cut - WINDOW : cut], text[cut:], PIECE
-    yield encode_between(tokenizer, before, text, after)
+    yield before, text, after
+
+
+def encode_pieces(
+    tokenizer: Tokenizer, chunks: Iterable[str], before: str = "", after: str = ""
+) -> Iterator[Sequence[int]]:
+    """The ids of the text in `chunks`, in pieces. The ids are the same as for the whole text, but
+    memory stays constant, and tokenizers that fail on long texts work (tiktoken#15)."""
+    for piece in cut_text(tokenizer, chunks, before, after):
+        yield encode_between(tokenizer, *piece)
 
 
 def encode_between(tokenizer: Tokenizer, before: str, text: str, after: str) -> Sequence[int]:

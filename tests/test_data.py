@@ -16,7 +16,7 @@ from steady import UserError, textfiles
 from steady import prepare as hub
 from steady import tokenizer as tokenizers_
 from steady.dataloader import TokenFile, read_meta
-from steady.prepare import TokenWriter, prepare_from_files, split_text, write_dataset
+from steady.prepare import prepare_from_files, split_text, write_dataset
 from steady.tokenizer import ByteTokenizer, CharTokenizer, GPT2Tokenizer, from_meta
 
 
@@ -60,23 +60,22 @@ def test_f37_vocabularies_above_65536_are_written_as_uint32_without_wrapping(tmp
 
 def test_a_file_without_spaces_is_not_held_whole(tmp_path, monkeypatch):
     monkeypatch.setattr(textfiles, "READ_BYTES", 100)
-    path, text = tmp_path / "dna.txt", "ACGT" * 1000
+    monkeypatch.setattr(tokenizers_, "PIECE", 5000)
+    path, text = tmp_path / "dna.txt", "ACGT" * 10_000
     path.write_text(text)
-    parts = list(textfiles.parts_of(path, 0.1, 0.0, ByteTokenizer().seam))
-    for part, expected in zip(parts, (text[:3600], text[3600:]), strict=True):
-        chunks = list(textfiles.text_chunks(part)[0])
-        assert max(map(len, chunks)) <= 100 and "".join(chunks) == expected
+    pieces = list(textfiles.pieces_of(path, 0, "text", 0.1, ByteTokenizer()))
+    assert max(len(piece.text) for piece in pieces) < 8000
+    for split, expected in (("train", text[:36_000]), ("val", text[36_000:])):
+        assert "".join(piece.text for piece in pieces if piece.split == split) == expected
 
 
-def test_many_documents_without_tokens_are_not_all_held(tmp_path, monkeypatch):
-    monkeypatch.setattr(hub, "BUFFER_TOKENS", 100)
-    with open(tmp_path / "train.bin", "wb") as file:
-        writer = TokenWriter(file, CharTokenizer("ab"))
-        for text in ["", "ab", ""] * 200:
-            writer.add(text)
-            assert len(writer.pieces) <= 300
-        assert writer.counts()["tokens"] == 400
-    assert np.fromfile(tmp_path / "train.bin", dtype="<u2").tolist() == [0, 1] * 200
+def test_many_documents_without_tokens_are_not_all_held(monkeypatch):
+    monkeypatch.setattr(hub, "BATCH", 1000)
+    found = list(hub.batches(lambda i: (textfiles.Piece("train", "", "") for _ in range(300)), 2))
+    assert sum(len(batch) for batch, _ in found) == 600 and len(found) == 60
+    again = list(hub.batches(lambda i: (textfiles.Piece("train", "", "") for _ in range(300)), 2,
+                             found[40][1]))  # fmt: skip
+    assert again == found[41:]
 
 
 def test_empty_split_is_refused_and_nothing_appears(tmp_path):
@@ -88,9 +87,10 @@ def test_empty_split_is_refused_and_nothing_appears(tmp_path):
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
 def test_a_disk_that_is_full_of_tokens_is_told_as_such():
     """Errors of numpy's tofile have no errno, so the user would see a traceback."""
-    with pytest.raises(OSError) as error, open("/dev/full", "wb", buffering=0) as file:
-        TokenWriter(file, ByteTokenizer()).add("a" * 2**21)
-    assert error.value.errno == errno.ENOSPC
+    with pytest.raises(OSError) as error, hub.named_after(Path("out")):
+        with open("/dev/full", "wb", buffering=0) as file:
+            file.write(np.zeros(2**20, "<u2").data)
+    assert error.value.errno == errno.ENOSPC and error.value.filename == "out"
 
 
 def test_split_keeps_every_character():
@@ -163,18 +163,20 @@ def test_what_an_earlier_run_has_written_is_no_text(run, tmp_path):
         (["--input={binary.parent}"], r"no file matches .*: name its files, such as .*/\*.txt"),
         (["--input=nowhere.txt"], "no file matches --input=nowhere.txt"),
         (["--input={binary},"], "has an empty name between its commas, or at an end"),
-        (["--input={binary}", "--tokenizer=hf:"], "unknown tokenizer='hf:'"),
+        (["--input={text}", "--tokenizer=hf:"], "unknown tokenizer='hf:'"),
         (
             ["--input={binary}", "--tokenizer=byte"],
-            "binary is not text: it has bytes that are not UTF-8",
+            "cannot read .*binary as UTF-8 text: invalid start byte at byte 0. Use",
         ),
-        (["--input={binary}", "--tokenizer=bpe"], "unknown tokenizer='bpe'"),
-        (["--input={binary}", "--val_fraction=1"], "val_fraction=1.0 must be above 0"),
+        (["--input={text}", "--tokenizer=bpe"], "unknown tokenizer='bpe'"),
+        (["--input={text}", "--val_fraction=1"], "val_fraction=1.0 must be above 0"),
     ],
 )
 def test_bad_input_of_text_is_one_clear_line(run, tmp_path, arguments, message):
     (tmp_path / "binary").write_bytes(b"\xff\xfe\xfa" * 10)
-    arguments = [argument.format(binary=tmp_path / "binary") for argument in arguments]
+    (tmp_path / "a.txt").write_text("text " * 99)
+    paths = {"binary": tmp_path / "binary", "text": tmp_path / "a.txt"}
+    arguments = [argument.format(**paths) for argument in arguments]
     with pytest.raises(ValueError, match=message):
         run("data/text/prepare.py", *arguments, f"--out={tmp_path}")
 
@@ -255,18 +257,18 @@ def test_bad_rows_are_named_by_file_and_line_and_left_out_if_asked(run, tmp_path
 
 
 def test_a_preparation_that_a_bad_row_has_ended_goes_on_without_it(run, tmp_path, monkeypatch):
-    monkeypatch.setattr(textfiles, "PART_BYTES", 1000)
-    monkeypatch.setattr(textfiles, "READ_BYTES", 200)
+    monkeypatch.setattr(hub, "BATCH", 1000)
+    monkeypatch.setattr(hub, "SAVE_SECONDS", 0)
     path = tmp_path / "a.jsonl"
     rows = [json.dumps({"text": f"text {i}"}) for i in range(300)]
     path.write_text("\n".join([*rows, "[1]"]) + "\n")
     arguments = f"--input={path}", "--tokenizer=byte", f"--out={tmp_path / 'out'}"
     with pytest.raises(ValueError, match="line 301: a list"):
         run("data/text/prepare.py", *arguments)
-    with pytest.raises(ValueError, match="different column, skip_bad_rows: delete"):
+    with pytest.raises(ValueError, match="different column: delete"):
         run("data/text/prepare.py", *arguments, "--column=body", "--skip_bad_rows=True")
     shown = run("data/text/prepare.py", *arguments, "--skip_bad_rows=True")
-    assert "shards are already done" in shown
+    assert "tokens of an interrupted run" in shown
     text = "".join(ByteTokenizer().decode(read(tmp_path / "out", s)) for s in ("train", "val"))
     assert sorted(text.split("text ")[1:], key=int) == [str(i) for i in range(300)]
 
@@ -315,22 +317,18 @@ def test_own_files_in_parts_processes_and_after_interruptions_are_the_same(
         prepare_from_files(tmp_path / out, tokenizer, paths, **settings)
         contents[out] = read(tmp_path / out, "train"), read(tmp_path / out, "val")
 
-    def plan():
-        return textfiles.plan(paths, 0.1, GPT2Tokenizer().seam)
-
     prepare("plain")
     prepare("char", "char")
-    assert len(plan()) == 1
     whole = split_text("".join(texts))  # encoded in one piece
     expected = [*GPT2Tokenizer().encode(whole["train"][0]), 50256]
     assert contents["plain"][0][-len(expected) - 3 : -3] == expected  # before "shor" and an end
 
-    monkeypatch.setattr(textfiles, "PART_BYTES", 9000)
     monkeypatch.setattr(textfiles, "READ_BYTES", 700)
     monkeypatch.setattr(tokenizers_, "PIECE", 6000)
-    monkeypatch.setattr(hub, "BUFFER_TOKENS", 100)
-    assert len(plan()) > 15
-    assert sum(part.path.name == "d.txt" for parts in plan() for part in parts) > 10
+    monkeypatch.setattr(hub, "BATCH", 9000)
+    monkeypatch.setattr(hub, "SAVE_SECONDS", 0)
+    pieces = list(textfiles.pieces_of(tmp_path / "d.txt", 3, "text", 0.1, GPT2Tokenizer()))
+    assert len(pieces) > 10
     prepare("processes", num_proc=2)
     prepare("char-parts", "char")
     assert contents["char-parts"] == contents["char"]
@@ -340,19 +338,20 @@ def test_own_files_in_parts_processes_and_after_interruptions_are_the_same(
         prepare_from_files(tmp_path / "wrong", "gpt2", paths[:1], column="body", num_proc=2)
     assert error.traceback[-1].path.name == "prepare.py"  # our own error, printed as one line
 
-    calls, write = [], hub.write_text_shard
+    encoded, encode = [], hub.encode_batch
 
-    def interrupted(shard, job):
-        calls.append(job[1])
-        if len(calls) == 4:
+    def interrupted(job):
+        encoded.append(job[1])
+        if len(encoded) == 4:
             raise KeyboardInterrupt
-        write(shard, job)
+        return encode(job)
 
-    monkeypatch.setattr(hub, "write_text_shard", interrupted)
+    monkeypatch.setattr(hub, "encode_batch", interrupted)
     with pytest.raises(KeyboardInterrupt):
         prepare("restarted")
     prepare("restarted")
-    assert calls[3:5] == [3, 3] and len(calls) == 1 + len(plan())
+    assert encoded[3] == encoded[4] and len(encoded) > 15
+    assert len({*map(tuple, encoded)}) == len(encoded) - 1  # nothing else was done again
     assert contents["plain"] == contents["parts"] == contents["processes"] == contents["restarted"]
 
 
@@ -406,8 +405,8 @@ def test_one_preparation_at_a_time_writes_to_a_folder(run, tmp_path, other_run):
 
 
 def test_a_process_that_is_killed_is_one_line():
-    with pytest.raises(ValueError, match="was killed.* --num_proc.* continues after the finished"):
-        hub.run_jobs(os._exit, [9, 9], num_proc=2)
+    with pytest.raises(ValueError, match="was killed.* --num_proc.* continues where"):
+        list(hub.run_jobs(os._exit, [9, 9], num_proc=2))
 
 
 # ---- data sets from the hub -------------------------------------------------------------------
@@ -496,25 +495,29 @@ def test_processes_streaming_and_interruptions_change_nothing(
     prepare("processes", num_proc=2)
     prepare("streaming", streaming=True)
 
-    calls, write = [], hub.write_shard
+    monkeypatch.setattr(hub, "BATCH", 4000)
+    monkeypatch.setattr(hub, "SAVE_SECONDS", 0)
+    encoded, encode = [], hub.encode_batch
 
-    def interrupted(shard, job):
-        calls.append(job[2])
-        write(shard, job)
-        if len(calls) == 2:  # before the second shard's record is written
+    def interrupted(job):
+        encoded.append(job[1])
+        if len(encoded) == 5:
             raise KeyboardInterrupt
+        return encode(job)
 
-    monkeypatch.setattr(hub, "write_shard", interrupted)
+    monkeypatch.setattr(hub, "encode_batch", interrupted)
     with pytest.raises(KeyboardInterrupt):
         prepare("restarted")
-    first = tmp_path / "restarted" / ".shards" / "00000.json"
-    written = first.stat().st_mtime_ns
+    done = tmp_path / "restarted" / ".shards" / "done.json"
+    written = done.read_bytes()
     with pytest.raises(ValueError, match="different tokenizer, val_fraction: delete"):
         hub.prepare_from_hub(tmp_path / "restarted", CharTokenizer("ab"), str(repository))
-    assert first.stat().st_mtime_ns == written
-    (first.parent / "source.json").write_text("{")  # truncated by a full disk
+    assert done.read_bytes() == written
     prepare("restarted")
-    assert calls == [0, 1, 1, 2]  # the first shard was not done again
+    assert encoded[4] == encoded[5] and encoded[0] not in encoded[1:]  # not done again
+    done.parent.mkdir()
+    done.write_text("{")  # truncated by a full disk
+    prepare("restarted")
     assert all(content == contents["plain"] for content in contents.values())
 
 
@@ -537,9 +540,12 @@ def test_a_document_of_the_hub_that_is_no_text_is_left_out_and_named(tmp_path, r
 
 @pytest.mark.parametrize("num_proc", [1, 2])
 def test_the_first_tokens_of_a_corpus_can_be_taken(tmp_path, repository, monkeypatch, num_proc):
-    read_shards, write = [], hub.write_shard
+    monkeypatch.setattr(hub, "BATCH", 2000)
+    read_parts, scramble = [], hub.scramble
     monkeypatch.setattr(
-        hub, "write_shard", lambda shard, job: (read_shards.append(job[2]), write(shard, job))
+        hub,
+        "scramble",
+        lambda rows, key: (read_parts.append(rows[0] >> 32), scramble(rows, key))[1],
     )
 
     def prepare(out, **settings):
@@ -548,13 +554,11 @@ def test_the_first_tokens_of_a_corpus_can_be_taken(tmp_path, repository, monkeyp
         return read(tmp_path / out, "train")
 
     whole = prepare("whole")
-    count = len(whole) // 2
-    if num_proc == 2:
-        monkeypatch.setattr(hub, "write_shard", write)  # the patch cannot be pickled
-    read_shards.clear()
+    count = len(whole) // 3
+    read_parts.clear()
     assert prepare("first", max_tokens=count, num_proc=num_proc) == whole[:count]
     assert read_meta(tmp_path / "first")["tokens"]["train"] == count
-    assert num_proc == 2 or read_shards == [0, 1]  # two of three shards
+    assert 2 not in read_parts  # two of three parts
     assert prepare("more", max_tokens=10**9) == whole
 
 

@@ -17,7 +17,7 @@ import torch
 from conftest import ROOT, TINY
 
 import convert
-from steady import checkpoint, textfiles
+from steady import checkpoint, prepare, textfiles
 from steady import tokenizer as tokenizers_
 from steady.dataloader import DataSet, read_meta
 from steady.prepare import prepare_from_files, write_dataset
@@ -286,7 +286,7 @@ def test_f63_a_row_that_the_tokenizer_fails_on_is_named_and_left_out_if_asked(
         return list(text.encode())
 
     monkeypatch.setattr(GPT2Tokenizer, "encode", encode)
-    monkeypatch.setattr(textfiles, "PART_BYTES", 300)
+    monkeypatch.setattr(prepare, "BATCH", 300)
     rows = [f"text {i}" for i in range(60)]
     path = rows_file(tmp_path / "a.jsonl", rows[:30] + ["poison"] + rows[30:])
     with pytest.raises(ValueError, match=r"a.jsonl, line 31: the tokenizer failed \(Panic: stack"):
@@ -332,25 +332,24 @@ def test_f63_a_bad_row_of_parquet_is_no_bad_file(run, tmp_path):
 )
 def test_f63_rows_that_would_lose_text_are_bad_rows(run, tmp_path, name, rows, problem):
     (tmp_path / name).write_bytes(rows)
-    groups = textfiles.plan([tmp_path / name], 0.1, ByteTokenizer().seam)
-    found = [row for parts in groups for part in parts for row in textfiles.rows(part, "text")]
-    assert found[0][2:] == ("good", None) and len(found) == 2
-    assert re.match(problem, f"{found[1][1]}: {found[1][3]}")
+    found = list(textfiles.pieces_of(tmp_path / name, 0, "text", 0.1, ByteTokenizer()))
+    assert (found[0].text, found[0].problem) == ("good", None) and len(found) == 2
+    assert re.search(problem, f"{found[1].where}: {found[1].problem}")
 
 
 def test_f63_a_list_takes_control_characters_and_names_what_it_cannot_read(tmp_path):
     for rows, error in (
         (b'[{"text": "a\tb"}]', None),
-        (b'[{"text": "a"}, {"text": ' + b"[" * 100_000 + b"]" * 100_000 + b"}]", "row 2 is no"),
-        (b'[{"text": "a"}, {"text": b}]', "row 2 is not JSON"),
+        (b'[{"text": "a"}, {"text": ' + b"[" * 100_000 + b"]" * 100_000 + b"}]", "cannot read"),
+        (b'[{"text": "a"}, {"text": b}]', r"cannot read .*a.json.*\(char 25\)"),
     ):
         (tmp_path / "a.json").write_bytes(rows)
-        groups = textfiles.plan([tmp_path / "a.json"], 0.1, ByteTokenizer().seam)
+        pieces = textfiles.pieces_of(tmp_path / "a.json", 0, "text", 0.1, ByteTokenizer())
         if error is None:
-            assert [row[2] for row in textfiles.rows(groups[0][0], "text")] == ["a\tb"]
+            assert [piece.text for piece in pieces] == ["a\tb"]
             continue
         with pytest.raises(ValueError, match=error):
-            list(textfiles.rows(groups[0][0], "text"))
+            list(pieces)
 
 
 @pytest.mark.parametrize("run_of", [" ", "\n ", "word ", "a"])
@@ -605,17 +604,25 @@ def tar_gz():
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("box.tar.gz", tar_gz, "is not text: it has NUL characters.*unpack archives"),
-        ("a.zip", lambda: b"PK\x03\x04" + b"\0" * 99, "is not text: it has NUL"),
-        ("utf16.txt", lambda: "text".encode("utf-16"), "is not text: it has NUL.*iconv"),
-        ("latin1.txt", lambda: "tëxt".encode("latin-1"), "bytes that are not UTF-8.*iconv"),
-        ("late.txt", lambda: b"text " * 20_000 + b"\0" * 9 + b"text", "cannot read.*NUL"),
+        ("box.tar.gz", tar_gz, "a NUL character at byte.*unpack archives"),
+        ("a.zip", lambda: b"PK\x03\x04" + b"\0" * 99, "as UTF-8 text: a NUL character"),
+        ("utf16.txt", lambda: "text".encode("utf-16"), "invalid start byte at byte 0.*iconv"),
+        (
+            "latin1.txt",
+            lambda: "tëxt".encode("latin-1"),
+            "invalid continuation byte at byte 1.*iconv",
+        ),
+        (
+            "late.txt",
+            lambda: b"text " * 20_000 + b"\0" * 9 + b"text",
+            "cannot read.*NUL character at byte 100000",
+        ),
         ("rows.jsonl.bak", lambda: b'{"text": "a"}\n' * 9, "holds rows of JSON: name it .jsonl"),
         ("wide.rows", lambda: b'{"text": "' + b"x" * 70_000 + b'"}\n' * 9, "holds rows of JSON"),
         ("a.csv", lambda: b"text,text\n1,x\n", "2 columns named 'text'"),
-        ("b.csv", lambda: b"", "it is empty"),
+        ("b.csv", lambda: b"", "no column 'text', only {}"),
         ("a.csv", lambda: b"id,body\n1,x\n", "no column 'text', only id, body: pass --column"),
-        ("list.json", lambda: b'[{"text": "a"}, {"tex', "row 2 is not JSON"),
+        ("list.json", lambda: b'[{"text": "a"}, {"tex', "cannot read.*list.json"),
     ],
 )
 def test_f67_files_that_are_not_text_are_refused_by_name(run, tmp_path, name, content, message):
@@ -738,15 +745,16 @@ def test_f69_pieces_have_the_ids_of_the_whole(name, gpt2_files, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["byte-level", "fallback"])
-def test_f69_a_text_file_in_shards_has_the_ids_of_the_whole(tmp_path, name, monkeypatch):
+def test_f69_a_text_file_in_parts_has_the_ids_of_the_whole(tmp_path, name, monkeypatch):
     made = byte_level(["</s>"]) if name == "byte-level" else sentencepiece()
     made.save(str(tmp_path / "tokenizer.json"))
     text = "".join(STORIES * 12)
     (tmp_path / "a.txt").write_text(text)
-    monkeypatch.setattr(textfiles, "PART_BYTES", 30_000)
+    monkeypatch.setattr(tokenizers_, "PIECE", 10_000)
+    monkeypatch.setattr(prepare, "BATCH", 30_000)
     prepare_from_files(tmp_path / "out", f"hf:{tmp_path}", [tmp_path / "a.txt"], num_proc=2)
     tokenizer = load_tokenizer(f"hf:{tmp_path}")
-    assert len(textfiles.plan([tmp_path / "a.txt"], 0.1, tokenizer.seam)) > 4
+    assert len(list(textfiles.pieces_of(tmp_path / "a.txt", 0, "text", 0.1, tokenizer))) > 9
     cut = int(len(text) * 0.9)
     begin = [] if tokenizer.begin_of_text is None else [tokenizer.begin_of_text]
     assert read(tmp_path / "out", "train") == begin + tokenizer.encode(text[:cut])
@@ -838,7 +846,8 @@ def test_f69_a_part_may_begin_within_a_character(tmp_path, monkeypatch, gpt2_fil
     (tmp_path / "a.txt").write_text(text)
     byte_level(["</s>"]).save(str(tmp_path / "tokenizer.json"))
     kind = f"hf:{tmp_path}" if name == "byte-level" else name
-    monkeypatch.setattr(textfiles, "PART_BYTES", 20_000)
+    monkeypatch.setattr(textfiles, "READ_BYTES", 10_001)
+    monkeypatch.setattr(tokenizers_, "PIECE", 10_000)
     prepare_from_files(tmp_path / "out", kind, [tmp_path / "a.txt"])
     tokenizer = from_meta(read_meta(tmp_path / "out"))
     content = text.encode()
@@ -854,7 +863,7 @@ def test_f69_a_part_may_begin_within_a_character(tmp_path, monkeypatch, gpt2_fil
     [
         ("a.tsv", 'id\ttext\n1\tplain\n2\t"so it goes\n' + "3\tplain\n" * 50,
          "unexpected end of data in the row that starts at line 3: check the quotes"),
-        ("a.json", '[{"text": "a"}] tail', "unexpected text after the list: 'tail'"),
+        ("a.json", '[{"text": "a"}] tail', "cannot read .*a.json: Extra data"),
         ("a.json", '{\n "text": "a"\n}', "a .json file must have one row per line or"),
         ("a.txt", b"a" * 70_000 + b"\xff" + b"a" * 50, "invalid start byte at byte 70000"),
     ],
@@ -865,14 +874,6 @@ def test_f67_what_is_cut_short_or_follows_is_named(run, tmp_path, name, content,
     with pytest.raises(ValueError, match=message):
         run("data/text/prepare.py", f"--input={tmp_path / name}", "--tokenizer=byte",
             f"--out={tmp_path / 'out'}", "--val_fraction=0.001")  # fmt: skip
-
-
-def test_f67_lists_may_follow_each_other(run, tmp_path):
-    rows = json.dumps([{"text": "a"}] * 20)
-    (tmp_path / "a.json").write_text(f"{rows}\n{rows}\n")
-    run("data/text/prepare.py", f"--input={tmp_path / 'a.json'}", "--tokenizer=byte",
-        f"--out={tmp_path / 'out'}")  # fmt: skip
-    assert (read(tmp_path / "out", "train") + read(tmp_path / "out", "val")).count(256) == 40
 
 
 def test_f65_no_token_of_a_text_file_is_doubled(tmp_path, gpt2_files):
@@ -910,14 +911,13 @@ def test_f83_other_peoples_token_files_and_tokenizers_stay(run, tmp_path):
 
 SLOW = """
 import time
-from steady.prepare import TokenWriter
-add = TokenWriter.add
-def slow(self, text):
+from steady import prepare
+encode = prepare.encode_document
+def slow(tokenizer, piece):
     time.sleep(0.002)
-    add(self, text)
-TokenWriter.add = slow
-from steady import textfiles
-textfiles.PART_BYTES, textfiles.READ_BYTES = 4000, 1000
+    return encode(tokenizer, piece)
+prepare.encode_document = slow
+prepare.BATCH, prepare.SAVE_SECONDS = 4000, 0
 """
 
 
@@ -940,16 +940,21 @@ def in_session(leader):
     return [line for line in found if line.split() and "Z" not in line.split()[1]]
 
 
+def position(folder):
+    """The number of rows that an interrupted preparation has recorded as done."""
+    try:
+        return json.loads((folder / ".shards" / "done.json").read_text())["position"][1]
+    except FileNotFoundError:
+        return 0
+
+
 @pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGTERM, signal.SIGHUP])
-def test_f80_workers_end_with_the_preparation_that_was_killed(tmp_path, sent, monkeypatch):
-    monkeypatch.setattr(textfiles, "PART_BYTES", 4000)
-    monkeypatch.setattr(textfiles, "READ_BYTES", 1000)
+def test_f80_workers_end_with_the_preparation_that_was_killed(tmp_path, sent):
     path = rows_file(tmp_path / "a.jsonl", [f"text {i} " * 9 for i in range(1500)])
     prepare_from_files(tmp_path / "expected", "byte", [path])
     process = start_preparation(tmp_path / "out", path)
-    shards = tmp_path / "out" / ".shards"
     until = time.monotonic() + 60
-    while len(list(shards.glob("0*.json"))) < 3 and time.monotonic() < until:
+    while not (done := position(tmp_path / "out")) and time.monotonic() < until:
         assert process.poll() is None
         time.sleep(0.01)
     os.kill(process.pid, sent)  # only the parent
@@ -958,39 +963,48 @@ def test_f80_workers_end_with_the_preparation_that_was_killed(tmp_path, sent, mo
     while in_session(process.pid) and time.monotonic() < until:
         time.sleep(0.05)
     assert not in_session(process.pid)
-    done = len(list(shards.glob("0*.json")))
+    assert 0 < done <= position(tmp_path / "out") < 1500
     prepare_from_files(tmp_path / "out", "byte", [path])
-    assert 3 <= done
     for name in ("train.bin", "val.bin", "meta.json"):
         assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "expected" / name).read_bytes()
     assert {p.name for p in (tmp_path / "out").iterdir()} == {"train.bin", "val.bin", "meta.json"}
 
 
-def test_f80_a_shard_counts_only_if_it_is_as_long_as_its_record_says(tmp_path, monkeypatch):
+@pytest.mark.parametrize("damage", ["longer", "shorter", "gone", "a link"])
+def test_f80_files_count_only_if_they_are_as_long_as_their_record_says(
+    tmp_path, monkeypatch, damage
+):
     path = rows_file(tmp_path / "a.jsonl", [f"text {i}" for i in range(300)])
-    monkeypatch.setattr(textfiles, "PART_BYTES", 1000)
-    monkeypatch.setattr(textfiles, "READ_BYTES", 200)
     prepare_from_files(tmp_path / "expected", "byte", [path])
-    from steady import prepare
+    monkeypatch.setattr(prepare, "BATCH", 2000)
+    monkeypatch.setattr(prepare, "SAVE_SECONDS", 0)
+    encode, jobs = prepare.encode_batch, []
 
-    write = prepare.write_text_shard
-
-    def interrupted(shard, job):
-        if job[1] == 4:
+    def interrupted(job):
+        jobs.append(job)
+        if len(jobs) == 5:
             raise KeyboardInterrupt
-        write(shard, job)
+        return encode(job)
 
-    monkeypatch.setattr(prepare, "write_text_shard", interrupted)
+    monkeypatch.setattr(prepare, "encode_batch", interrupted)
     with pytest.raises(KeyboardInterrupt):
         prepare_from_files(tmp_path / "out", "byte", [path])
-    monkeypatch.setattr(prepare, "write_text_shard", write)
-    shards = sorted((tmp_path / "out" / ".shards").glob("*.train.bin"))
-    assert len(shards) == 4
-    shards[1].write_bytes(shards[1].read_bytes()[:-2])  # truncated
-    shards[2].unlink()
+    tokens = tmp_path / "out" / ".shards" / "train.bin"
+    content = tokens.read_bytes()
+    if damage != "longer":
+        tokens.unlink()
+    if damage == "longer":  # written after the last record
+        tokens.write_bytes(content + b"\0" * 99)
+    elif damage == "shorter":
+        tokens.write_bytes(content[:-2])
+    elif damage == "a link":
+        (tmp_path / "notes").write_bytes(content)
+        tokens.symlink_to(tmp_path / "notes")
     prepare_from_files(tmp_path / "out", "byte", [path])
     for name in ("train.bin", "val.bin", "meta.json"):
         assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "expected" / name).read_bytes()
+    assert (jobs[0][1] in [job[1] for job in jobs[1:]]) is (damage != "longer")  # from the start
+    assert damage != "a link" or (tmp_path / "notes").read_bytes() == content
 
 
 def test_f80_meta_json_has_the_files_checksums(tmp_path):

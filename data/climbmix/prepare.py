@@ -4,8 +4,8 @@
     python data/climbmix/prepare.py --max_tokens=10000000000
     python train.py config/train_openwebtext.py --dataset=climbmix
 
-It has 400 billion tokens. By default the first billion are prepared (2 GB on disk, twice that while
-writing); --max_tokens changes that. Only the files needed for that are downloaded.
+It has 400 billion tokens. By default the first billion are prepared (2 GB on disk); --max_tokens
+changes that. Only the files needed for that are downloaded.
 """
 
 import sys
