@@ -517,25 +517,20 @@ def prepare_from_files(
                     yield piece.text
             advance(bar, batch[-1].at)
 
-    if special_tokens and tokenizer.startswith("bpe:"):
-        raise UserError(
-            "special_tokens=True needs a gpt2 or hf: tokenizer, a new BPE has no special tokens"
-        )
+    own = tokenizer == "char" or tokenizer.startswith("bpe:")
+    if not own or special_tokens:
+        chosen = tokenizer_named(tokenizer, special_tokens)
     elif tokenizer.startswith("bpe:"):
         every = math.ceil(sum(sizes) / BPE_BYTES)
         chosen = train_own_bpe(folder, tokenizer, itertools.islice(
             texts("reading text for the tokenizer"), 0, None, max(1, every)))  # fmt: skip
-    elif tokenizer == "char":
+    else:
         seen = np.zeros(sys.maxunicode + 1, dtype=bool)
         for text in texts("reading characters"):
             seen[code_points(text)] = True
         # a single text file is one long document, as nanoGPT's data sets are
         several = len(paths) > 1 or textfiles.kind_of(paths[0]) != "text"
-        chosen: Tokenizer = CharTokenizer("".join(map(chr, np.flatnonzero(seen))), ends=several)
-    else:
-        chosen = tokenizer_named(tokenizer, special_tokens)
-    if special_tokens and not getattr(chosen, "special_tokens", False):
-        raise UserError(f"special_tokens=True needs a gpt2 or hf: tokenizer, not {tokenizer}")
+        chosen = CharTokenizer("".join(map(chr, np.flatnonzero(seen))), ends=several)
     source = {
         "files": [[str(p), p.stat().st_size, p.stat().st_mtime_ns] for p in paths],
         "column": column, "val_fraction": val_fraction,
@@ -549,6 +544,8 @@ def prepare_from_files(
 
 def tokenizer_named(name: str, special_tokens: bool) -> Tokenizer:
     """Like `load_tokenizer`, but also takes run:FOLDER: the tokenizer of a training run."""
+    if special_tokens and not name.startswith(("gpt2", "hf:", "run:")):
+        raise UserError(f"special_tokens=True needs a gpt2, hf: or run: tokenizer, not {name}")
     if not name.startswith("run:"):
         return load_tokenizer(name, special_tokens)
     from steady import checkpoint  # which needs torch

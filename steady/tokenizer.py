@@ -266,12 +266,7 @@ class HFTokenizer:
 
     def encode_with_offsets(self, text: str) -> tuple[list[int], list[int], list[int]]:
         """The ids, and the start and stop of each one's characters."""
-        try:
-            encoding = self.for_text.encode(text, add_special_tokens=False)
-        except Exception as error:  # a vocabulary without an unknown token
-            raise UserError(
-                f"the tokenizer cannot encode all of {reprlib.repr(text)}: {error}"
-            ) from None
+        encoding = self.encoding_of(self.for_text, text)
         starts, stops = zip(*encoding.offsets, strict=True) if encoding.ids else ((), ())
         return encoding.ids, list(starts), list(stops)
 
@@ -281,8 +276,11 @@ class HFTokenizer:
         if spelling and self.end_of_text not in self.added and spelling in text:
             parts = [self.encode_prompt(part) for part in text.split(spelling)]
             return parts[0] + [id for part in parts[1:] for id in (self.end_of_text, *part)]
+        return self.encoding_of(self.tokenizer, text).ids
+
+    def encoding_of(self, tokenizer: Any, text: str) -> Any:
         try:
-            return self.tokenizer.encode(text, add_special_tokens=False).ids
+            return tokenizer.encode(text, add_special_tokens=False)
         except Exception as error:  # a vocabulary without an unknown token
             raise UserError(
                 f"the tokenizer cannot encode all of {reprlib.repr(text)}: {error}"
@@ -682,8 +680,6 @@ def load_tokenizer(name: str, special_tokens: bool = False) -> Tokenizer:
             f"unknown tokenizer={name!r}: use gpt2, byte, hf:PATH_OR_HUB_ID, run:FOLDER, or for "
             "your own text char or bpe:SIZE"
         )
-    if name == "byte" and special_tokens:
-        raise UserError("special_tokens=True needs a gpt2 or hf: tokenizer, not byte")
     return from_meta({"tokenizer": name, "special_tokens": special_tokens})
 
 

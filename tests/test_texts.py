@@ -449,7 +449,7 @@ def test_f65_the_switch_is_recorded_and_no_token_is_doubled(run, tmp_path, gpt2_
     run("data/text/prepare.py", *arguments, "--special_tokens=True")
     assert read(tmp_path / "out", "train")[:4] == [505, 50256, 11545, 50256]
     assert read_meta(tmp_path / "out")["special_tokens"] is True
-    with pytest.raises(ValueError, match="needs a gpt2 or hf: tokenizer, not byte"):
+    with pytest.raises(ValueError, match="needs a gpt2, hf: or run: tokenizer, not byte"):
         run("data/text/prepare.py", *arguments, "--tokenizer=byte", "--special_tokens=True")
 
 
