@@ -8,7 +8,6 @@ processes or how often a run was resumed.
 """
 
 import contextlib
-import json
 import math
 import shlex
 import threading
@@ -24,7 +23,7 @@ from steady import UserError
 from steady.distributed import SINGLE_PROCESS, Process
 from steady.folder import crc_of_start, file_crc, require_file
 from steady.shuffle import permute, scramble
-from steady.tokenizer import META_KEYS, check_meta
+from steady.tokenizer import META_KEYS, check_meta, read_json
 
 Batch = tuple[torch.Tensor, torch.Tensor]  # tokens and targets, (batch_size, block_size) int64
 
@@ -56,18 +55,12 @@ def read_meta(folder: Path) -> dict[str, Any]:
                "python data/text/prepare.py --input=FILE")
         )  # fmt: skip
     path = folder / "meta.json"
-    require_file(path)
-    try:
-        meta = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        if (folder / "meta.pkl").exists():
-            raise UserError(
-                f"{folder} has nanoGPT's meta.pkl but no meta.json: prepare the data set again "
-                "with steadyGPT's prepare.py of the same name, or with data/text/prepare.py"
-            ) from None
-        return {}
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{path} is not valid JSON: {error}") from None
+    meta = read_json(path)
+    if not meta and (folder / "meta.pkl").exists():
+        raise UserError(
+            f"{folder} has nanoGPT's meta.pkl but no meta.json: prepare the data set again with "
+            "steadyGPT's prepare.py of the same name, or with data/text/prepare.py"
+        )
     check_meta(meta, str(path), whole=True)
     return meta
 

@@ -397,23 +397,18 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> HFTokenizer:
 META_KEYS = (
     "tokenizer", "alphabet", "json", "begin_of_text", "end_of_text", "stop_tokens", "special_tokens"
 )  # fmt: skip
-META_VALUES = {  # allowed values in meta.json: in words, and as a check
-    "tokenizer": ("char, byte, gpt2 or hf", lambda v: v in ("char", "byte", "gpt2", "hf")),
-    "alphabet": ("a text without repeated characters",
-                 lambda v: isinstance(v, str) and 0 < len(set(v)) == len(v)),
-    "json": ("a tokenizer.json as text", lambda v: isinstance(v, str)),
-    "end_of_text": ("a token id or null",
-                    lambda v: v is None or type(v) is int and 0 <= v < 2**32),
-    "begin_of_text": ("a token id or null",
-                      lambda v: v is None or type(v) is int and 0 <= v < 2**32),
-    "stop_tokens": ("a list of token ids", lambda v: isinstance(v, list) and all(
-        type(i) is int and 0 <= i < 2**32 for i in v)),
-    "special_tokens": ("true or false", lambda v: isinstance(v, bool)),
-    "vocab_size": ("an integer from 1 to 2**32", lambda v: type(v) is int and 0 < v <= 2**32),
-    "dtype": ("uint16 or uint32", lambda v: v in ("uint16", "uint32")),
-    "unigram_entropy": ("a number", lambda v: type(v) in (int, float) and 0 <= v < 100),
-    **{key: ("an object with the counts of train and val", lambda v: isinstance(v, dict) and all(
-        type(n) is int and n >= 0 for n in v.values()))
+META_VALUES = {  # checks of the values in meta.json
+    "tokenizer": lambda v: v in ("char", "byte", "gpt2", "hf"),
+    "alphabet": lambda v: isinstance(v, str) and 0 < len(set(v)) == len(v),
+    "json": lambda v: isinstance(v, str),
+    "end_of_text": lambda v: v is None or is_count(v),
+    "begin_of_text": lambda v: v is None or is_count(v),
+    "stop_tokens": lambda v: isinstance(v, list) and all(map(is_count, v)),
+    "special_tokens": lambda v: isinstance(v, bool),
+    "vocab_size": lambda v: is_count(v) and v > 0,
+    "dtype": lambda v: v in ("uint16", "uint32"),
+    "unigram_entropy": lambda v: type(v) in (int, float) and 0 <= v < 100,
+    **{key: lambda v: isinstance(v, dict) and all(map(is_count, v.values()))
        for key in ("tokens", "bytes", "crc32", "begins")},
 }  # fmt: skip
 TEMPLATES = "additional_chat_templates"  # transformers' folder of named templates
@@ -704,6 +699,11 @@ def same_tokenizer(one: dict[str, Any], other: dict[str, Any]) -> bool:
     return all(one.get(key) == other.get(key) for key in keys)
 
 
+def is_count(value: object) -> bool:
+    """Whether it is a non-negative integer of a plausible size."""
+    return type(value) is int and 0 <= value < 2**53
+
+
 def check_meta(meta: Any, source: str, whole: bool = False) -> None:
     """Raises UserError with `source` and the key if `meta` is not valid for meta.json.
 
@@ -714,25 +714,20 @@ def check_meta(meta: Any, source: str, whole: bool = False) -> None:
         raise UserError(f"{source} must hold a JSON object, not a {type(meta).__name__}")
     whole = whole and bool(meta.keys() & {"tokenizer", "alphabet", "json"})
     needed = {"tokenizer", "vocab_size", "dtype"} if whole else set()
-    for key, (words, holds) in META_VALUES.items():
+    for key, holds in META_VALUES.items():
         asked = key in meta or key in needed or key == NEEDED_KEY.get(meta.get("tokenizer"))
         if asked and not holds(meta.get(key)):
-            found = reprlib.repr(meta[key]) if key in meta else "missing"
-            raise UserError(
-                f'{source}: "{key}" must be {words}, but is {found}: prepare the data set again'
+            found = (
+                f"has no valid value: {reprlib.repr(meta[key])}" if key in meta else "is missing"
             )
-    declared, held = meta.get("vocab_size", 1), {"byte": 257, "gpt2": 50257}
-    held = held.get(meta.get("tokenizer"), len(meta.get("json", "")) or 2**32)
-    if declared > held:
+            raise UserError(f'{source}: "{key}" {found}: prepare the data set again')
+    least = len(meta.get("alphabet", "")) or 1
+    most = {"byte": 257, "gpt2": 50257, "char": least + 1}.get(meta.get("tokenizer"))
+    most = most or len(meta.get("json", "")) or 2**32
+    if not least <= meta.get("vocab_size", least) <= most:
         raise UserError(
-            f'{source}: "vocab_size" is {declared}, more than its tokenizer has: prepare the data '
-            "set again"
-        )
-    size = len(meta.get("alphabet", ""))
-    if size and meta.get("vocab_size", size) not in (size, size + 1):
-        raise UserError(
-            f'{source}: "vocab_size" is {meta["vocab_size"]}, but "alphabet" has {size} '
-            "characters: prepare the data set again"
+            f'{source}: "vocab_size" is {meta["vocab_size"]}, but its tokenizer has {least} to '
+            f"{most}: prepare the data set again"
         )
 
 

@@ -221,7 +221,7 @@ def test_missing_validation_file_and_broken_meta_are_named(tmp_path):
     assert read_meta(tmp_path) == {"vocab_size": 5}
     assert DataSet(str(tmp_path)).summary(8).endswith("8 per iteration")
     (tmp_path / "meta.json").write_text("{")
-    with pytest.raises(ValueError, match="meta.json is not valid JSON"):
+    with pytest.raises(ValueError, match="meta.json cannot be read"):
         read_meta(tmp_path)
 
 
@@ -234,38 +234,38 @@ def test_a_bad_batch_ends_the_run_instead_of_hanging(tmp_path, monkeypatch):
 
 
 BROKEN_META = [
-    ("[1, 2]", "must hold a JSON object, not a list"),
-    ("null", "must hold a JSON object, not a NoneType"),
-    ("[" * 100_000, "is not valid JSON"),
-    ('{"vocab_size": ' + "[" * 500 + "]" * 500 + "}", '"vocab_size" must be an integer from 1'),
-    ('{"dtype": "float32"}', '"dtype" must be uint16 or uint32, but is .float32.'),
-    ('{"dtype": "int8"}', '"dtype" must be uint16 or uint32, but is .int8.'),
-    ('{"dtype": "object"}', '"dtype" must be uint16 or uint32, but is .object.'),
-    ('{"dtype": ["uint16"]}', '"dtype" must be uint16 or uint32'),
-    ('{"vocab_size": "13"}', '"vocab_size" must be an integer from 1 to'),
-    ('{"vocab_size": true}', '"vocab_size" must be an integer from 1 to'),
-    ('{"vocab_size": 13.0}', '"vocab_size" must be an integer from 1 to'),
-    ('{"vocab_size": 1e400}', '"vocab_size" must be an integer from 1 to'),
-    ('{"vocab_size": -5}', '"vocab_size" must be an integer from 1 to'),
-    ('{"tokenizer": "large"}', '"tokenizer" must be char, byte, gpt2 or hf, but is .large.'),
-    ('{"tokenizer": ["char"]}', '"tokenizer" must be char, byte, gpt2 or hf'),
-    ('{"tokenizer": null}', '"tokenizer" must be char, byte, gpt2 or hf, but is None'),
-    ('{"tokenizer": "char"}', '"alphabet" must be a text without .*, but is missing'),
-    ('{"tokenizer": "char", "alphabet": ["a"]}', '"alphabet" must be a text'),
-    ('{"tokenizer": "char", "alphabet": "aa"}', '"alphabet" must be a text without repeated'),
+    ("[1, 2]", "cannot be read: it holds a list"),
+    ("null", "cannot be read: it holds a NoneType"),
+    ("[" * 100_000, "cannot be read"),
+    ('{"vocab_size": ' + "[" * 500 + "]" * 500 + "}", '"vocab_size" has no valid value: '),
+    ('{"dtype": "float32"}', '"dtype" has no valid value: .float32.'),
+    ('{"dtype": "int8"}', '"dtype" has no valid value: .int8.'),
+    ('{"dtype": "object"}', '"dtype" has no valid value: .object.'),
+    ('{"dtype": ["uint16"]}', '"dtype" has no valid value: '),
+    ('{"vocab_size": "13"}', '"vocab_size" has no valid value: '),
+    ('{"vocab_size": true}', '"vocab_size" has no valid value: '),
+    ('{"vocab_size": 13.0}', '"vocab_size" has no valid value: '),
+    ('{"vocab_size": 1e400}', '"vocab_size" has no valid value: '),
+    ('{"vocab_size": -5}', '"vocab_size" has no valid value: '),
+    ('{"tokenizer": "large"}', '"tokenizer" has no valid value: .large.'),
+    ('{"tokenizer": ["char"]}', '"tokenizer" has no valid value: '),
+    ('{"tokenizer": null}', '"tokenizer" has no valid value: None'),
+    ('{"tokenizer": "char"}', '"alphabet" is missing'),
+    ('{"tokenizer": "char", "alphabet": ["a"]}', '"alphabet" has no valid value: '),
+    ('{"tokenizer": "char", "alphabet": "aa"}', '"alphabet" has no valid value: '),
     ('{"tokenizer": "char", "alphabet": "ab", "vocab_size": 64, "dtype": "uint16"}',
-     '"alphabet" has 2 characters'),
+     '"vocab_size" is 64, but its tokenizer has 2 to 3'),
     ('{"tokenizer": "char", "alphabet": "ab", "vocab_siye": 2, "dtype": "uint16"}',
-     '"vocab_size" must be an integer from 1 to 2..32, but is missing'),
+     '"vocab_size" is missing'),
     ('{"tokenizer": "byte", "vocab_size": 257, "dtipe": "uint32"}',
-     '"dtype" must be uint16 or uint32, but is missing'),
+     '"dtype" is missing'),
     ('{"tokeniser": "char", "alphabet": "ab", "vocab_size": 2, "dtype": "uint16"}',
-     '"tokenizer" must be char, byte, gpt2 or hf, but is missing'),
-    ('{"tokenizer": "hf"}', '"json" must be a tokenizer.json as text, but is missing'),
-    ('{"end_of_text": "x"}', '"end_of_text" must be a token id or null'),
-    ('{"unigram_entropy": "x"}', '"unigram_entropy" must be a number'),
-    ('{"unigram_entropy": NaN}', '"unigram_entropy" must be a number, but is nan'),
-    ('{"tokens": 5}', '"tokens" must be an object with the counts of train and val, but is 5'),
+     '"tokenizer" is missing'),
+    ('{"tokenizer": "hf"}', '"json" is missing'),
+    ('{"end_of_text": "x"}', '"end_of_text" has no valid value: '),
+    ('{"unigram_entropy": "x"}', '"unigram_entropy" has no valid value: '),
+    ('{"unigram_entropy": NaN}', '"unigram_entropy" has no valid value: nan'),
+    ('{"tokens": 5}', '"tokens" has no valid value: 5'),
 ]  # fmt: skip
 
 

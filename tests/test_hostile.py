@@ -144,7 +144,9 @@ def test_f84_more_vocabulary_than_the_tokenizer_has_is_refused(tmp_path):
     write_dataset(tmp_path, ByteTokenizer(), {"train": ["abc" * 99], "val": ["abc" * 99]})
     meta = json.loads((tmp_path / "meta.json").read_text()) | {"vocab_size": 2**32}
     (tmp_path / "meta.json").write_text(json.dumps(meta))
-    with pytest.raises(ValueError, match='"vocab_size" is 4294967296, more than its tokenizer has'):
+    with pytest.raises(
+        ValueError, match='"vocab_size" is 4294967296, but its tokenizer has 1 to 257'
+    ):
         DataSet(str(tmp_path))
 
 
