@@ -586,14 +586,8 @@ def load(path: str, name: str, split: str, revision: str, num_proc: int, streami
             num_proc=num_proc if num_proc > 1 and not streaming else None,
         )
     except Exception as error:  # the hub's libraries raise many types
-        lines = str(error).strip().splitlines() or [type(error).__name__]
-        remedy = (
-            "connect to the Hugging Face hub, or pass --path=FOLDER with a copy of the repository"
-        )
-        if "config name is missing" in str(error).lower():
-            with contextlib.suppress(Exception):
-                lines = [", ".join(datasets.get_dataset_config_names(path))]
-            remedy = "it has several configurations, pass one as --name=NAME"
-        elif "split" in lines[0].lower():
-            remedy = "pass --split=NAME"
-        raise UserError(f"cannot load {path} ({shown(lines[0])}): {remedy}") from None
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise UserError(
+            f"cannot load {path} ({shown(reason)}): choose with --name=NAME and --split=NAME if it "
+            "has several, connect to the Hugging Face hub, or pass --path=FOLDER with a copy of it"
+        ) from None

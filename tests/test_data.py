@@ -462,9 +462,9 @@ def test_f38_a_repository_with_a_script_is_one_line(run, tmp_path, repository):
     ("readme", "message"),
     [
         ("configs:\n- config_name: a\n  data_files: sample/10BT/000*\n- config_name: b\n"
-         "  data_files: sample/10BT/001*\n", "a, b.*pass one as --name=NAME"),
+         "  data_files: sample/10BT/001*\n", "'a', 'b'.*choose with --name=NAME"),
         ("configs:\n- config_name: default\n  data_files:\n  - split: test\n"
-         "    path: sample/10BT/*\n", "pass --split=NAME"),
+         "    path: sample/10BT/*\n", "'test'.* and --split=NAME"),
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("streaming", [False, True])
@@ -476,7 +476,7 @@ def test_f68_several_configurations_and_other_splits_have_remedies_that_work(
                  f"--out={tmp_path / 'out'}", f"--streaming={streaming}"]  # fmt: skip
     with pytest.raises(ValueError, match=message):
         run(*arguments)
-    run(*arguments, "--name=a" if "--name" in message else "--split=test", "--val_fraction=0.2")
+    run(*arguments, "--name=a" if "'a'" in message else "--split=test", "--val_fraction=0.2")
 
 
 def test_processes_streaming_and_interruptions_change_nothing(
