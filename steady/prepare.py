@@ -127,8 +127,8 @@ def write_tokens(
     if source is not None:
         source = source | {"tokenizer": tokenizer.meta()}
     paths = {split: shards / f"{split}.bin" for split in SPLITS}
-    done = read_progress(shards, source, width)
-    if done is None:
+    done = source and read_progress(shards, source, width)
+    if not done:
         done = {"source": source, "position": [0, 0], "skipped": [], "n_skipped": 0,
                 "tokens": dict.fromkeys(SPLITS, 0), "bytes": dict.fromkeys(SPLITS, 0)}  # fmt: skip
         for path in paths.values():
@@ -192,23 +192,20 @@ def write_tokens(
 
 
 def read_progress(shards: Path, source: Any, width: int) -> dict[str, Any] | None:
-    """The progress of an interrupted run, or None if there is none or a file is shorter than it
-    says. Raises UserError if that run had another source."""
+    """The progress of an interrupted run on the same source, or None if there is none or a file is
+    shorter than it says."""
     done: dict[str, Any] = {}
     with contextlib.suppress(ValueError):  # a damaged file
-        done = read_json(shards / "done.json") if source is not None else {}
-    was = done.get("source", source)
-    other = sorted(k for k in (source or {}).keys() | (was or {}) if was.get(k) != source.get(k))
-    if other:
-        raise UserError(
-            f"{shards} holds an interrupted run with different {', '.join(other)}: delete it to "
-            "start over"
-        )
-    for split, count in done.get("tokens", {}).items():
-        path = shards / f"{split}.bin"
-        if path.is_symlink() or not path.is_file() or path.stat().st_size < count * width:
+        done = read_json(shards / "done.json")
+    if done.get("source") != source:
+        if done:
+            print("note: starting over: the settings differ from those of the interrupted run")
+        return None
+    for split in SPLITS:
+        path, size = shards / f"{split}.bin", done["tokens"][split] * width
+        if path.is_symlink() or not path.is_file() or path.stat().st_size < size:
             return None
-    return done or None
+    return done
 
 
 @contextlib.contextmanager
