@@ -1,38 +1,30 @@
 """Checks of what torch depends on: compilers, libcuda, the allocator.
 
-`python -m steady.environment` prints a report for bug reports. It works without a GPU, a compiler
-or torch.
+`python -m steady.environment` prints a report for bug reports.
 """
-
-from __future__ import annotations
 
 import contextlib
 import ctypes
 import ctypes.util
 import os
-import platform
 import re
 import shutil
 import sys
 import sysconfig
 import tempfile
-import textwrap
 from pathlib import Path
 from typing import Any
 
-from steady import ALLOCATOR_VARIABLES, start_script
+from steady import start_script
 
 if __name__ == "__main__":
     start_script()  # before importing torch, like a training run
 
-try:
-    import torch
-except ImportError:
-    torch = None  # the report still works
+import torch
+from torch.utils import collect_env
 
-if torch is not None:
-    from steady.hardware import choose_device
-    from steady.kernels import kernels_work
+from steady.hardware import choose_device
+from steady.kernels import kernels_work
 
 # the environment variable with torch's compiler, and the compilers that torch tries without it
 CPU_COMPILERS = "CXX", ("g++", "clang++")
@@ -146,83 +138,20 @@ def expandable_segments() -> bool:
     return bool(settings.get("expandable_segments", False))
 
 
-def driver_version() -> str | None:
-    """The version of NVIDIA's driver, from Linux."""
-    try:
-        text = Path("/proc/driver/nvidia/version").read_text()
-        return re.search(r"\d+\.\d+(\.\d+)?", text).group()
-    except (OSError, AttributeError):
-        return None
-
-
-def report() -> list[tuple[str, str, str]]:
-    """Rows on everything a run depends on: (ok | warning | problem, name, finding)."""
-    rows = []
-
-    def row(name: str, finding: Any, state: str = "ok") -> None:
-        rows.append((state, name, str(finding)))
-
-    row("system", f"{platform.platform()}, {os.cpu_count()} cores")
-    supported = sys.version_info >= (3, 10)
-    row("python", platform.python_version() + ("" if supported else ": 3.10 or newer is needed"),
-        "ok" if supported else "problem")  # fmt: skip
-    on_cpu = torch is None or not torch.cuda.is_available()
-    compiler = find_compiler(*(CPU_COMPILERS if on_cpu else GPU_COMPILERS))
-    row("compiler", compiler or "none: torch.compile needs one (apt install build-essential)",
-        "ok" if compiler else "warning")  # fmt: skip
-    row("Python.h", find_python_header() or "missing: torch.compile needs it (python3-dev)",
-        "ok" if find_python_header() else "warning")  # fmt: skip
-    for name in ALLOCATOR_VARIABLES:
-        if name in os.environ:
-            row(name, os.environ[name])
-    if torch is None:
-        row("torch", "not installed: pip install -r requirements.txt", "problem")
-        return rows
-    row("torch", f"{torch.__version__}, CUDA {torch.version.cuda or 'not included'}")
+def report() -> str:
+    """What torch finds on this machine, and which of its features a run can use."""
     device = choose_device()
-    row("device", "cpu: torch finds no GPU" if device.type == "cpu" else device.type,
-        "warning" if device.type == "cpu" else "ok")  # fmt: skip
-    if device.type == "cpu" and torch.version.cuda:
-        row("driver", f"{driver_version() or 'none'}: this torch needs a driver for CUDA "
-            f"{torch.version.cuda} or newer", "warning")  # fmt: skip
+    lines = [collect_env.get_pretty_env_info().strip(), "", f"Device: {device.type}"]
     if device.type == "cuda":
         provide_libcuda()  # test kernels under the same conditions as a run
-        properties = torch.cuda.get_device_properties(device)
-        free, total = torch.cuda.mem_get_info(device)
-        row("GPU", f"{torch.cuda.device_count()} x {properties.name}, compute capability "
-                   f"{properties.major}.{properties.minor}")  # fmt: skip
-        row("GPU memory", f"{free / 2**30:.1f} of {total / 2**30:.1f} GiB free",
-            "ok" if free > total / 2 else "warning")  # fmt: skip
-        row("driver", driver_version() or "unknown version")
-        native = torch.cuda.is_bf16_supported(including_emulation=False)
-        row("bfloat16", "native" if native else "not native: float16 is used",
-            "ok" if native else "warning")  # fmt: skip
-        backends = {
-            "cuDNN": torch.backends.cuda.cudnn_sdp_enabled(),
-            "flash": torch.backends.cuda.flash_sdp_enabled(),
-            "memory-efficient": torch.backends.cuda.mem_efficient_sdp_enabled(),
-        }
-        row("attention", ", ".join(name for name, enabled in backends.items() if enabled))
-        libcuda = find_libcuda()
-        row("libcuda", libcuda or "not found: install the NVIDIA driver",
-            "ok" if libcuda else "problem")  # fmt: skip
-        row("custom kernels", "usable" if kernels_work() else "not usable: plain torch is used",
-            "ok" if kernels_work() else "warning")  # fmt: skip
-        used = expandable_segments()
-        row("allocator", "expandable segments in use" if used else
-            "expandable segments not in use: unset the allocator variables above",
-            "ok" if used else "warning")  # fmt: skip
-    obstacle = compile_obstacle(device)
-    row("torch.compile", obstacle or "usable", "warning" if obstacle else "ok")
-    return rows
+        lines.append(f"Custom kernels: {'usable' if kernels_work() else 'not usable'}")
+        lines.append(f"Expandable segments: {'in use' if expandable_segments() else 'not in use'}")
+    lines.append(f"torch.compile: {compile_obstacle(device) or 'usable'}")
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":
     from configurator import configure
 
     configure(globals(), positional="")
-    results = report()
-    for state, name, finding in results:  # narrow enough to quote
-        line = f"{state:8} {name:24} {finding}"
-        print(textwrap.fill(line, 80, subsequent_indent=" " * 9))
-    sys.exit(any(state == "problem" for state, _, _ in results))
+    print(report())

@@ -165,56 +165,27 @@ def test_f06_allocator_variable_is_set_before_torch_unless_the_user_did(user, ex
 
 
 def test_report_runs_here_and_names_every_part():
-    rows = environment.report()
-    names = [name for _, name, _ in rows]
-    for name in ("python", "compiler", "Python.h", "torch", "device", "torch.compile"):
-        assert name in names
-    assert all(state in ("ok", "warning", "problem") for state, _, _ in rows)
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
-def test_the_report_says_that_torch_finds_no_driver(monkeypatch):
-    monkeypatch.setattr(torch.version, "cuda", "13.0")
-    found = [row for row in environment.report() if row[1] == "driver"]
-    assert [state for state, _, _ in found] == ["warning"]
-    assert "this torch needs a driver for CUDA 13.0 or newer" in found[0][2]
+    shown = environment.report()
+    for part in ("PyTorch version:", "Python version:", "GCC version:", "Device:"):
+        assert part in shown
+    assert shown.splitlines()[-1].startswith("torch.compile: ")
 
 
 def test_a_report_whose_reader_has_seen_enough_ends_silently():
     command = f"{shlex.quote(sys.executable)} -m steady.environment | head -1"
     found = subprocess.run(command, shell=True, cwd=ROOT, capture_output=True, text=True)
-    assert found.stdout.startswith("ok") and not found.stderr
-
-
-def test_report_runs_without_torch_and_without_a_compiler(tmp_path):
-    script = (
-        "import sys; sys.modules['torch'] = None\n"
-        "import runpy; runpy.run_module('steady.environment', run_name='__main__')\n"
-    )
-    found = subprocess.run(
-        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True,
-        env=os.environ | {"PATH": str(tmp_path)},
-    )  # fmt: skip
-    assert found.returncode == 1 and not found.stderr
-    assert "problem  torch" in found.stdout and "warning  compiler" in found.stdout
-    lines = found.stdout.splitlines()
-    assert max(map(len, lines)) <= 80 and "\x1b" not in found.stdout
-    assert any(line.startswith(" " * 9) for line in lines)  # long findings wrap
+    assert found.stdout.startswith("PyTorch version") and not found.stderr
 
 
 def test_f08_the_report_finds_libcuda_before_it_tries_kernels(monkeypatch):
     called = []
-    gpu = SimpleNamespace(name="GPU", major=9, minor=0)
     monkeypatch.setattr(environment, "choose_device", lambda: torch.device("cuda"))
     monkeypatch.setattr(environment, "provide_libcuda", lambda: called.append("libcuda"))
     monkeypatch.setattr(environment, "kernels_work", lambda: bool(called.append("kernels")))
     monkeypatch.setattr(environment, "expandable_segments", lambda: True)
     monkeypatch.setattr(environment, "compile_obstacle", lambda device: None)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: gpu)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (2**30, 2**30))
-    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: True)
-    environment.report()
-    assert called[0] == "libcuda" and "kernels" in called
+    assert "Custom kernels: not usable" in environment.report()
+    assert called == ["libcuda", "kernels"]
 
 
 def test_f05_a_mode_that_cannot_help_here_is_said_at_the_start(monkeypatch):

@@ -1080,7 +1080,6 @@ def test_a_students_edit_trains_the_same_compiled_and_with_cuda_graphs(students,
 
 
 def test_report_has_no_problem_here():
-    rows = {name: (state, finding) for state, name, finding in environment.report()}
-    for name in ("GPU", "libcuda", "allocator", "torch.compile", "bfloat16"):
-        assert rows[name][0] in ("ok", "warning"), rows[name]
-    assert rows["torch.compile"][1] == "usable"
+    shown = environment.report()
+    for line in ("Custom kernels: usable", "Expandable segments: in use", "torch.compile: usable"):
+        assert line in shown
