@@ -26,10 +26,6 @@ from torch.utils import collect_env
 from steady.hardware import choose_device
 from steady.kernels import kernels_work
 
-# the environment variable with torch's compiler, and the compilers that torch tries without it
-CPU_COMPILERS = "CXX", ("g++", "clang++")
-GPU_COMPILERS = "CC", ("cc", "gcc", "clang")
-
 
 def compile_obstacle(device: torch.device) -> str | None:
     """Why torch.compile cannot work here, in one line with its remedy; None if no reason is known.
@@ -52,29 +48,18 @@ def compile_obstacle(device: torch.device) -> str | None:
         problem = provide_libcuda()
         if problem:
             return problem
-    variable, compilers = CPU_COMPILERS if device.type == "cpu" else GPU_COMPILERS
-    if not find_compiler(variable, compilers):
-        chosen = os.environ.get(variable)
-        if chosen:
-            return f"{variable}={chosen} is not an executable (it must be one word; unset it)"
+    variable, compilers = "CC", ("cc", "gcc", "clang")  # as torch looks for them
+    if device.type == "cpu":
+        variable, compilers = "CXX", ("g++", "clang++")
+    chosen = os.environ.get(variable)
+    if chosen and not shutil.which(chosen):
+        return f"{variable}={chosen} is not an executable (it must be one word; unset it)"
+    if not chosen and not any(map(shutil.which, compilers)):
         return f"no C compiler on PATH ({', '.join(compilers)}): apt install build-essential"
-    if not find_python_header():
+    if not Path(sysconfig.get_path("include"), "Python.h").exists():  # compiled kernels include it
         version = f"{sys.version_info.major}.{sys.version_info.minor}"
         return f"Python.h is missing: apt install python{version}-dev"
     return None
-
-
-def find_compiler(variable: str, names: tuple[str, ...]) -> str | None:
-    """Path of the compiler: the one in the environment variable, else the first of `names`."""
-    if os.environ.get(variable):
-        return shutil.which(os.environ[variable])
-    return next(filter(None, map(shutil.which, names)), None)
-
-
-def find_python_header() -> Path | None:
-    """Path of Python.h, which the launchers of compiled kernels include."""
-    header = Path(sysconfig.get_path("include")) / "Python.h"
-    return header if header.exists() else None
 
 
 def find_libcuda(maps: Path = Path("/proc/self/maps")) -> Path | None:
