@@ -15,7 +15,6 @@ Any other name must be a setting. The comment after an assignment is its `--help
 """
 
 import ast
-import builtins
 import difflib
 import functools
 import math
@@ -24,7 +23,6 @@ import re
 import signal
 import sys
 import textwrap
-import tokenize
 import types
 from itertools import takewhile, zip_longest
 from pathlib import Path
@@ -86,7 +84,6 @@ class Setting(NamedTuple):
 
     name: str
     default: Any
-    types: tuple[type, ...]
     comment: str
     section: str
 
@@ -94,45 +91,25 @@ class Setting(NamedTuple):
 def read_settings(script: str | Path) -> dict[str, Setting]:
     """Read a script's settings from its source without running it.
 
-    Settings are module-level assignments of literals before the call of `configure`. An annotation
-    such as `batch_size: int | str = 12` allows several types.
+    Settings are module-level assignments of plain values before the call of `configure`.
     """
     source = Path(script).read_text(encoding="utf-8")
-    statements = list(takewhile(lambda node: not calls_configure(node), ast.parse(source).body))
-    comments, headings = {}, {}
-    lines = source.splitlines(keepends=True)[: statements[-1].end_lineno if statements else 0]
-    for token in tokenize.generate_tokens(iter(lines).__next__):
-        if token.type == tokenize.COMMENT:
-            alone = token.line.strip() == token.string
-            (headings if alone else comments)[token.start[0]] = token.string.lstrip("# ")
-
-    settings, section = {}, ""
-    for node in statements:
-        if isinstance(node, ast.Assign):
-            target, annotation = node.targets[0], None
-        elif isinstance(node, ast.AnnAssign):
-            target, annotation = node.target, node.annotation
-        else:
+    lines, settings, section = source.splitlines(), {}, ""
+    for node in takewhile(lambda node: not calls_configure(node), ast.parse(source).body):
+        if not isinstance(node, ast.Assign | ast.AnnAssign):
             continue
-        if getattr(target, "id", "").isupper():
-            continue  # a constant of the script, not a setting
+        target = node.targets[0] if isinstance(node, ast.Assign) else node.target
+        name = getattr(target, "id", "")
         try:
             default = ast.literal_eval(node.value)
         except ValueError:
-            continue  # not a literal: not a setting
-        line = node.lineno - 1
-        while line in headings:  # the first line of a comment block names the section
-            section = headings[line]
-            line -= 1
-        types = (type(default),)
-        if annotation is not None:
-            names = [name.strip() for name in ast.unparse(annotation).split("|")]
-            if not all(hasattr(builtins, name) for name in names):
-                continue  # not a setting
-            types = tuple(getattr(builtins, name) for name in names)
-        settings[target.id] = Setting(
-            target.id, default, types, comments.get(node.end_lineno, ""), section
-        )
+            continue  # a computed value: not a setting
+        above = takewhile(lambda line: line.startswith("#"), reversed(lines[: node.lineno - 1]))
+        for line in above:  # the first line of a comment block names the section
+            section = line.lstrip("# ")
+        if name and not name.isupper():  # capitals: a constant of the script
+            comment = lines[node.end_lineno - 1].encode()[node.end_col_offset :].decode()
+            settings[name] = Setting(name, default, comment.lstrip("# "), section)
     return settings
 
 
@@ -259,14 +236,14 @@ def resolve(
                 f"unknown setting {shown(argument)}{chosen(text) or nearest(key, settings)}"
             )
         word = re.match(r"-?\d|[^-]", following) and not os.path.exists(following)
-        boolean = settings[key].types == (bool,)
+        boolean = type(settings[key].default) is bool
         if not equals and boolean and following.lower() not in ("true", "false", "0", "1"):
             text = "True"  # a bare --flag
         elif not equals or not argument.startswith("--"):
             value = text if equals else following if word else settings[key].default
             value = {"0": "False", "1": "True"}.get(value, value) if boolean else value
             raise UserError(f"{shown(argument)} is not --key=value: write --{key}={value}")
-        value = parse(text, settings[key].types)
+        value = parse(text, type(settings[key].default))
         config[key] = check(settings[key], value, f"--{key}={shown(text, plain=True)}")
     return config
 
@@ -335,31 +312,28 @@ def is_computed(value: str) -> bool:
     return bool(sources) and not any(value in source for source in sources)
 
 
-def parse(text: str, types: tuple[type, ...]) -> Any:
-    """Convert command-line text to the first of `types` that accepts it, else return the text."""
-    for kind in types:
-        if kind is bool and text.lower() in ("true", "false"):
-            return text.lower() == "true"
-        if kind is int and re.fullmatch(r"\d{1,9}e\d", text):
-            return int(float(text))
-        if kind in (int, float):
-            try:
-                return kind(text)
-            except ValueError:
-                pass
-    return text
+def parse(text: str, kind: type) -> Any:
+    """Convert command-line text to `kind`; return the text if it is not of that kind."""
+    if kind is bool:
+        return {"true": True, "false": False}.get(text.lower(), text)
+    if kind is int and re.fullmatch(r"\d{1,9}e\d", text):
+        return int(float(text))
+    try:
+        return kind(text) if kind in (int, float) else text
+    except ValueError:
+        return text
 
 
 def check(setting: Setting, value: Any, where: str) -> Any:
-    """Return `value` if it has one of the setting's types. An int becomes a float if needed."""
-    if type(value) in setting.types:
+    """Return `value` if it has the setting's type. An int becomes a float if needed."""
+    kind = type(setting.default)
+    if type(value) is kind:
         return value
     number = isinstance(value, int | float) and not isinstance(value, bool)  # or a numpy float
-    if float in setting.types and number and not abs(value) >= 2**1023:
+    if kind is float and number and not abs(value) >= 2**1023:
         return float(value)
-    expected = " or ".join(kind.__name__ for kind in setting.types)
     raise UserError(
-        f"{where}: {setting.name} takes a value of type {expected}, not {shown(value)}"
+        f"{where}: {setting.name} takes a value of type {kind.__name__}, not {shown(value)}"
         + chosen(value)
     )
 

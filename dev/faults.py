@@ -589,7 +589,7 @@ class Trial:
         config = checkpoint.load(self.out / "ckpt.pt")["config"]
         settings = read_settings(ROOT / "train.py")
         for name, value in self.asked.items():
-            wanted = parse(value, settings[name].types)
+            wanted = parse(value, type(settings[name].default))
             if wanted not in (0, "auto", "resume") and config[name] != wanted:
                 return f"asked for {name}={wanted!r:.80}, but trained with {config[name]!r}"
         if self.kind == "metadata" and (self.data / "meta.json").is_file():

@@ -24,7 +24,6 @@ steps = 10  # number of steps
 rate = 6e-4  # learning rate
 fast = True  # be fast
 start = "\\n"  # prompt
-batch: int | str = 12  # a number, or auto
 config = configure(globals())
 later = 5  # no setting
 '''
@@ -38,11 +37,10 @@ def settings(tmp_path):
 
 
 def test_settings_are_read_with_default_comment_and_section(settings):
-    assert list(settings) == ["out_dir", "steps", "rate", "fast", "start", "batch"]
+    assert list(settings) == ["out_dir", "steps", "rate", "fast", "start"]
     assert settings["rate"].default == 6e-4
     assert settings["rate"].comment == "learning rate"
     assert settings["rate"].section == "training"
-    assert settings["batch"].types == (int, str)
 
 
 def test_later_arguments_win_whether_file_or_key(settings, tmp_path):
@@ -96,11 +94,6 @@ def test_text_settings_take_any_text(settings):
     assert resolve(settings, ["--start=12"])["start"] == "12"
     assert resolve(settings, ["--start=None"])["start"] == "None"
     assert resolve(settings, ["--start="])["start"] == ""
-
-
-def test_setting_with_two_types_takes_either(settings):
-    assert resolve(settings, ["--batch=4"])["batch"] == 4
-    assert resolve(settings, ["--batch=auto"])["batch"] == "auto"
 
 
 def test_f34_typo_on_the_command_line_names_the_nearest(settings):
@@ -308,7 +301,7 @@ def test_help_columns_line_up(settings):
 def test_help_fits_80_columns():
     comment = " ".join(["word"] * 40)
     names = ("a", "a_name_that_leaves_no_room_for_a_comment")
-    shown = describe({n: Setting(n, 1, (int,), comment, "section") for n in names}, "s.py", "")
+    shown = describe({n: Setting(n, 1, comment, "section") for n in names}, "s.py", "")
     lines = shown.splitlines()[3:]
     assert max(map(len, lines)) <= 80 and " ".join(shown.split()).count(comment) == 2
     assert lines[0].startswith("  --a=1     ") and f"  --{names[1]}=1" in lines
@@ -316,7 +309,7 @@ def test_help_fits_80_columns():
 
 
 def test_help_keeps_sections_together_when_a_script_changes_what_it_shares(settings):
-    own = Setting("rate", 1e-3, (float,), "peak", "of its own")
+    own = Setting("rate", 1e-3, "peak", "of its own")
     shown = describe(settings | {"rate": own}, "s.py", "").splitlines()
     sections = [line for line in shown if line and not line.startswith("  --")][1:]
     assert sections == ["output", "training", "of its own"]
