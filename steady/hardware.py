@@ -5,7 +5,6 @@ import ctypes
 import math
 import os
 import re
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -96,7 +95,7 @@ def choose_device(name: str = "auto", local_rank: int | None = None) -> torch.de
 def choose_dtype(name: str, device: torch.device, width: int = 0) -> torch.dtype:
     """The dtype to compute in. "auto" is bfloat16 or float16 on a GPU and float32 elsewhere. When
     training on a CPU it is the choice of `fastest_on_cpu` for the model's `width`. Width 0 means
-    float32, for example for several processes, whose measurements might disagree.
+    float32, for example for several processes, whose processors might differ.
 
     In training, weights, gradients and optimizer state are always float32.
     """
@@ -109,28 +108,13 @@ def choose_dtype(name: str, device: torch.device, width: int = 0) -> torch.dtype
 
 
 def fastest_on_cpu(width: int, cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
-    """The dtype in which a model of this width trains fastest on this CPU: bfloat16 if the CPU has
-    instructions for it and a measurement shows that they are fast, else float32. A 512 by 512
-    matmul takes a quarter of float32's time with Intel's AMX, half with AMD's AVX512_BF16, and
-    longer with Intel's AVX512_BF16. Narrow models gain nothing.
+    """The dtype in which a model of this width trains fastest on this CPU. A bfloat16 matmul takes
+    a quarter of float32's time with Intel's AMX and half with AMD's AVX512_BF16, but longer with
+    Intel's AVX512_BF16. Narrow models gain nothing.
     """
-    if width < MIN_BFLOAT16_WIDTH or not re.search("amx_bf16|avx512_bf16", described(cpuinfo)):
-        return "float32"
-    precision, threads = torch.get_float32_matmul_precision(), torch.get_num_threads()
-    multiply_by_onednn(cpuinfo)  # like float32 training
-    torch.set_num_threads(1)  # one thread's CPU time does not depend on other programs
-    seconds = {}
-    for dtype in (torch.float32, torch.bfloat16):
-        a, times = torch.ones(512, 512, dtype=dtype), []
-        for _ in range(6):
-            began = time.thread_time()
-            torch.mm(a, a)
-            times.append(time.thread_time() - began)
-        seconds[dtype] = min(times)
-    torch.set_num_threads(threads)
-    torch.set_float32_matmul_precision(precision)
-    faster = seconds[torch.float32] > 1.5 * seconds[torch.bfloat16]
-    return "bfloat16" if faster else "float32"
+    flags = described(cpuinfo)
+    fast = "amx_bf16" in flags or "AuthenticAMD" in flags and "avx512_bf16" in flags
+    return "bfloat16" if fast and width >= MIN_BFLOAT16_WIDTH else "float32"
 
 
 def described(cpuinfo: Path) -> str:
@@ -240,8 +224,11 @@ def use_onednn(
     block_size: int,
     cpuinfo: Path = Path("/proc/cpuinfo"),
 ) -> bool:
-    """Use oneDNN for float32 matmuls on a CPU if it is faster (narrow models gain nothing) and
-    exact. Returns whether it is used.
+    """Set how a CPU multiplies and attends. Returns whether oneDNN runs the float32 matmuls.
+
+    On AMD with AVX-512, torch's default, MKL, is half as fast as oneDNN (190 against 400 GFLOP/s on
+    two cores of a Zen 5). The setting permits rounding to bfloat16, which oneDNN does on processors
+    with AMX, so a test matmul shows whether it does so here. Narrow models gain nothing.
 
     The fused attention kernel is slow for short contexts, so attention then runs unfused, in
     float32. The fused kernel multiplies small blocks, which is slow in oneDNN, and takes up to five
@@ -249,28 +236,18 @@ def use_onednn(
     """
     if device.type != "cpu":
         return False
-    multiplies = dtype == torch.float32 and width >= 64 and multiply_by_onednn(cpuinfo)
+    amd = "AuthenticAMD" in described(cpuinfo)
+    multiplies = amd and torch.backends.cpu.get_cpu_capability() == "AVX512"
+    multiplies = multiplies and dtype == torch.float32 and width >= 64
+    if multiplies:
+        before = torch.get_float32_matmul_precision()
+        torch.set_float32_matmul_precision("medium")
+        multiplies = matmuls_are_exact()
+        if not multiplies:
+            torch.set_float32_matmul_precision(before)
     short = block_size <= (512 if dtype == torch.bfloat16 else 256 if multiplies else 0)
     torch.backends.cuda.enable_flash_sdp(not short)  # this setting applies to CPUs too
     return multiplies
-
-
-def multiply_by_onednn(cpuinfo: Path) -> bool:
-    """Use oneDNN for float32 matmuls on AMD with AVX-512, where torch's default, MKL, is half as
-    fast (190 against 400 GFLOP/s on two cores of a Zen 5). Returns whether it is used.
-
-    The setting permits rounding to bfloat16, which oneDNN does on processors with AMX. A test
-    matmul shows whether it does so here.
-    """
-    amd = "AuthenticAMD" in described(cpuinfo)
-    if not amd or torch.backends.cpu.get_cpu_capability() != "AVX512":
-        return False
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("medium")
-    if matmuls_are_exact():
-        return True
-    torch.set_float32_matmul_precision(before)
-    return False
 
 
 def matmuls_are_exact() -> bool:

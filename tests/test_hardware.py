@@ -30,47 +30,20 @@ def test_device_and_dtype_are_chosen_and_can_be_overridden(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("flags", "width", "times", "dtype"),
+    ("flags", "width", "dtype"),
     [
-        ("avx512f amx_bf16", 128, (3.5, 0.9), "bfloat16"),
-        ("avx512f amx_bf16", 64, (3.5, 0.9), "float32"),  # too narrow to be faster
-        ("avx512f amx_bf16", 128, (3.5, 3.0), "float32"),  # torch does not use the units
-        ("avx512f avx512_bf16", 128, (1.3, 0.62), "bfloat16"),  # AMD
-        ("avx512f avx512_bf16", 128, (1.3, 1.5), "float32"),  # Intel
-        ("avx512f", 128, (3.5, 0.9), "float32"),  # no bfloat16 instructions
-        (None, 128, (3.5, 0.9), "float32"),  # not Linux
+        ("GenuineIntel avx512f amx_bf16", 128, "bfloat16"),
+        ("GenuineIntel avx512f amx_bf16", 64, "float32"),  # too narrow to be faster
+        ("AuthenticAMD avx512f avx512_bf16", 128, "bfloat16"),
+        ("GenuineIntel avx512f avx512_bf16", 128, "float32"),  # slower than float32
+        ("GenuineIntel avx512f", 128, "float32"),  # no bfloat16 instructions
+        (None, 128, "float32"),  # not Linux
     ],
 )
-def test_cpus_compute_in_bfloat16_where_that_is_found_to_be_fast(
-    monkeypatch, tmp_path, flags, width, times, dtype
-):
-    clock = [0.0]
-
-    def mm(a, b):
-        clock[0] += times[a.dtype == torch.bfloat16] / 1e3
-
+def test_cpus_compute_in_bfloat16_where_that_is_known_to_be_fast(tmp_path, flags, width, dtype):
     if flags:
-        (tmp_path / "cpuinfo").write_text(f"flags\t: {flags}\n", encoding="utf-8")
-    monkeypatch.setattr(torch, "mm", mm)
-    monkeypatch.setattr(hardware.time, "thread_time", lambda: clock[0])
-    threads = torch.get_num_threads()
+        (tmp_path / "cpuinfo").write_text(flags, encoding="utf-8")
     assert hardware.fastest_on_cpu(width, tmp_path / "cpuinfo") == dtype
-    assert torch.get_num_threads() == threads
-
-
-def test_bfloat16_must_be_faster_than_float32_at_its_best(monkeypatch, tmp_path):
-    cpuinfo = processor(tmp_path, monkeypatch, "AuthenticAMD avx512_bf16", "AVX512")
-    monkeypatch.setattr(hardware, "matmuls_are_exact", lambda: True)
-    clock = [0.0]
-
-    def mm(a, b):  # MKL takes twice as long as oneDNN, and bfloat16 is no faster
-        mkl = torch.get_float32_matmul_precision() == "highest" and a.dtype == torch.float32
-        clock[0] += 2.0 if mkl else 1.0
-
-    monkeypatch.setattr(torch, "mm", mm)
-    monkeypatch.setattr(hardware.time, "thread_time", lambda: clock[0])
-    assert hardware.fastest_on_cpu(128, cpuinfo) == "float32"
-    assert torch.get_float32_matmul_precision() == "highest"
 
 
 def test_f20_mfu_only_where_the_peak_is_known(monkeypatch):
