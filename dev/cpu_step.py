@@ -107,7 +107,6 @@ def set_up(dtype: torch.dtype | None) -> bool:
     return dtype is not None and hardware.use_onednn(CPU, dtype, WIDTH, BLOCK)
 
 
-hardware.keep_freed_memory()
 ours = GPT(GPTConfig.from_settings(config, VOCAB))
 plain = Plain(1 + (count(ours) - count(Plain(1))) // (2 * WIDTH * LAYERS))
 rate, decay = config["learning_rate"], config["weight_decay"]

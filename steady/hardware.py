@@ -1,7 +1,6 @@
 """Choosing and describing the hardware: device, dtype, CPU kernels, memory, peak FLOP/s."""
 
 import contextlib
-import ctypes
 import math
 import os
 import re
@@ -199,22 +198,11 @@ def to_host_async(*scalars: Tensor) -> Callable[[], list[float]]:
 
 
 def prepare(device: torch.device, dtype: torch.dtype, width: int, block_size: int) -> None:
-    """Set up torch and the C library to train a model of this width and context on `device`."""
+    """Set up torch to train a model of this width and context on `device`."""
     if device.type == "cuda":
         torch.set_float32_matmul_precision("high")  # TF32 for matmuls that stay in float32
     if device.type == "cpu":
-        keep_freed_memory()
         use_onednn(device, dtype, width, block_size)
-
-
-def keep_freed_memory() -> None:
-    """Let the C library keep the memory that CPU tensors free. By default glibc returns big blocks
-    to the system after a step, and the next step faults them in again, page by page (4% of a small
-    model's step). Other C libraries are not changed."""
-    with contextlib.suppress(AttributeError, OSError, TypeError):
-        mallopt = ctypes.CDLL(None).mallopt
-        mallopt(-3, 2**25)  # M_MMAP_THRESHOLD, at its maximum
-        mallopt(-1, 2**30)  # M_TRIM_THRESHOLD
 
 
 def use_onednn(

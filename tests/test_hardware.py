@@ -1,14 +1,9 @@
 """The choice of device, dtype and kernels, as far as it can be tested on a CPU."""
 
-import os
-import platform
-import subprocess
-import sys
 import types
 
 import pytest
 import torch
-from conftest import ROOT
 
 from model import GPT, GPTConfig
 from steady import hardware
@@ -72,34 +67,6 @@ def test_f20_mfu_only_where_the_peak_is_known(monkeypatch):
         assert hardware.peak_flops(gpu, torch.bfloat16) == expected
     assert hardware.peak_flops(gpu, torch.float32) is None
     assert hardware.peak_flops(torch.device("cpu"), torch.bfloat16) is None
-
-
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="needs glibc")
-def test_freed_memory_is_kept_from_step_to_step():
-    script = (
-        "import resource, torch\n"
-        "from steady import hardware\n"
-        "from model import GPT, GPTConfig\n"
-        "model = GPT(GPTConfig(block_size=64, vocab_size=128, n_layer=4, n_head=4, n_embd=128))\n"
-        "tokens = torch.randint(128, (12, 64))\n"
-        "def step():\n"
-        "    model(tokens, tokens).backward()\n"
-        "    model.zero_grad()\n"
-        "def show():\n"
-        "    for _ in range(3): step()\n"
-        "    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt\n"
-        "    for _ in range(5): step()\n"
-        "    print((resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before) // 5)\n"
-        "show()\n"
-        "hardware.keep_freed_memory()\n"
-        "show()\n"
-    )
-    found = subprocess.run(
-        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True,
-        env=os.environ | {"MALLOC_TRIM_THRESHOLD_": "131072"},  # or glibc adapts it unpredictably
-    )  # fmt: skip
-    given_back, kept = map(int, found.stdout.split())  # page faults per step
-    assert given_back > 300 and kept < given_back / 20, found.stdout
 
 
 def processor(tmp_path, monkeypatch, vendor, capability):
