@@ -188,10 +188,10 @@ def evaluate(model: torch.nn.Module, batches: Iterable) -> torch.Tensor:
     return total
 
 
-def trial(micro_batch_size: int, checkpointing: str) -> torch.nn.Module:
+def trial(micro_batch_size: int) -> torch.nn.Module:
     """Run a step and an evaluation to see if they fit in memory. Returns the model that ran."""
-    use_activation_checkpointing(raw_model, checkpointing)
-    model = compiling.compile_model(raw_model, plan, process.shards_model, checkpointing)
+    use_activation_checkpointing(raw_model, activation_checkpointing)
+    model = compiling.compile_model(raw_model, plan, process.shards_model, activation_checkpointing)
     tokens = torch.zeros(micro_batch_size, block_size, dtype=torch.int64, device=process.device)
     targets = torch.zeros_like(tokens)  # a separate tensor: compile sees aliases
     buffers = [buffer.clone() for buffer in raw_model.buffers()]

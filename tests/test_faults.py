@@ -107,10 +107,7 @@ def test_f47_an_error_in_mid_run_saves_and_resuming_is_exact(
     line = output.splitlines()[-1]
     assert line.startswith(shown.format(tmp_path / "ckpt.pt")) and "at iteration 4;" in line
     assert ("Traceback" in output) is ("unforeseen" in error)
-    flags = (
-        "--batch_size=2 --gradient_accumulation_steps=6 --activation_checkpointing=none "
-        "--eval_iters=4 --init_from=resume"
-    )
+    flags = "--batch_size=2 --gradient_accumulation_steps=6 --eval_iters=4 --init_from=resume"
     assert (flags in line) is ("unforeseen" not in error)
     run("train.py", *arguments, f"--out_dir={tmp_path}", "--init_from=resume")
     run("train.py", *arguments, f"--out_dir={tmp_path / 'whole'}")
@@ -126,7 +123,7 @@ def test_f47_half_an_optimizer_step_is_not_saved(fork, sums, tmp_path):
     assert checkpoint.load(tmp_path / "ckpt.pt")["iter_num"] == 3
 
 
-SMALLEST = ["--batch_size=1", "--activation_checkpointing=block"]
+SMALLEST = ["--batch_size=1"]
 
 
 @pytest.mark.parametrize(

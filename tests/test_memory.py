@@ -6,35 +6,32 @@ import torch
 from steady import distributed, hardware
 from steady.compiling import Plan
 from steady.distributed import Process
-from steady.memory import Split, fit, require_room, rough_gib, splits_to_try
+from steady.memory import batch_sizes, fit, require_room, rough_gib
 
 EAGER = Plan("compile=False", "default", False)
-GPT2 = {"n_layer": 12, "n_embd": 768, "vocab_size": 50304, "block_size": 1024, "eval_only": False}
+GPT2 = {"n_layer": 12, "n_embd": 768, "vocab_size": 50304, "block_size": 1024, "eval_only": False,
+        "activation_checkpointing": "none"}  # fmt: skip
 
 
 def settings(batch_size, accumulation, **more):
     asked = {"batch_size": batch_size, "gradient_accumulation_steps": accumulation}
-    return GPT2 | asked | {"activation_checkpointing": "none", "eval_iters": 2} | more
+    return GPT2 | asked | {"eval_iters": 2} | more
 
 
 def fit_alone(trial, batch_size, accumulation=1, process=Process(), **more):  # noqa: B008
     return fit(trial, settings(batch_size, accumulation, **more), process, replace(EAGER))
 
 
-def test_splits_halve_and_divide_the_batch_then_checkpoint():
-    sizes = [(12, "none"), (6, "none"), (3, "none"), (1, "none")]
-    found = splits_to_try(Split(12, "none"), 480)
-    assert found == [*sizes, (1, "selective"), (1, "block")]
-    assert splits_to_try(Split(10, "selective"), 70)[1:] == [
-        (5, "selective"), (2, "selective"), (1, "selective"), (1, "block"),
-    ]  # fmt: skip
-    assert splits_to_try(Split(1, "block"), 1) == [(1, "block")]
+def test_micro_batches_halve_and_divide_the_batch():
+    assert batch_sizes(12, 480) == [12, 6, 3, 1]
+    assert batch_sizes(10, 70) == [10, 5, 2, 1]
+    assert batch_sizes(1, 1) == [1]
 
 
 def runs_out_above(size, message="CUDA out of memory."):
     """A trial step that runs out of memory with more than `size` sequences."""
 
-    def trial(batch_size, checkpointing):
+    def trial(batch_size):
         trial.tried.append(batch_size)
         if batch_size > size:
             raise RuntimeError(message)
@@ -47,7 +44,7 @@ def runs_out_above(size, message="CUDA out of memory."):
 def test_the_first_split_that_fits_is_taken_and_processes_agree(monkeypatch):
     trial = runs_out_above(2)
     found = fit_alone(trial, 8)
-    assert (found.batch_size, found.activation_checkpointing) == (2, "none")
+    assert found.batch_size == 2
     assert trial.tried == [8, 4, 2]
     assert "out of memory: going on with --batch_size=2 --gradient_accumulation_steps=4 " in (
         found.report
@@ -60,7 +57,7 @@ def test_the_first_split_that_fits_is_taken_and_processes_agree(monkeypatch):
 
 
 def test_nothing_fits():
-    with pytest.raises(ValueError, match="even with one sequence and activation checkpointing"):
+    with pytest.raises(ValueError, match="out of memory: use --activation_checkpointing=block"):
         fit_alone(runs_out_above(0), 8)
 
 
@@ -70,7 +67,7 @@ def test_with_fsdp_only_what_fits_by_the_estimate_is_tried(monkeypatch):
     trial = runs_out_above(1000)
     found = fit_alone(trial, 64, 120, process)
     assert trial.tried == [16] and found.batch_size == 16
-    with pytest.raises(ValueError, match="with 16 sequences: use --batch_size=8"):
+    with pytest.raises(ValueError, match="a smaller batch_size"):
         fit_alone(runs_out_above(0), 64, 120, process)
 
 
@@ -84,7 +81,7 @@ def test_libraries_out_of_memory_count_and_other_errors_do_not():
 def test_f57_an_error_in_compiled_code_is_raised_by_the_same_step_uncompiled():
     plan, tried = Plan(None, "default", False), []
 
-    def trial(batch_size, checkpointing):
+    def trial(batch_size):
         tried.append(plan.compiled)
         if plan.compiled:
             raise torch._dynamo.exc.Unsupported("the compiler's words for it")
@@ -96,27 +93,25 @@ def test_f57_an_error_in_compiled_code_is_raised_by_the_same_step_uncompiled():
 
 
 @pytest.mark.parametrize(
-    ("sizes", "batch_size", "kind", "measured"),
+    ("sizes", "batch_size", "measured"),
     [  # measured on H200s in bfloat16 (dev/LOG.md)
-        ({}, 32, "none", 11.72),
-        ({}, 64, "none", 21.34),
-        ({"n_layer": 48, "n_embd": 1600}, 8, "none", 39.85),
-        ({"n_layer": 24, "n_embd": 1024}, 16, "none", 16.0),
+        ({}, 32, 11.72),
+        ({}, 64, 21.34),
+        ({"n_layer": 48, "n_embd": 1600}, 8, 39.85),
+        ({"n_layer": 24, "n_embd": 1024}, 16, 16.0),
     ],
 )
-def test_the_rough_estimate_is_within_a_third_of_what_was_measured(
-    sizes, batch_size, kind, measured
-):
+def test_the_rough_estimate_is_within_a_third_of_what_was_measured(sizes, batch_size, measured):
     process = Process(dtype=torch.bfloat16)
-    found = rough_gib(GPT2 | sizes, batch_size * 1024, kind, process)
+    found = rough_gib(GPT2 | sizes, batch_size, process)
     assert found == pytest.approx(measured, rel=0.34)
 
 
 def test_fsdp_divides_the_estimates_weights_and_evaluating_takes_a_quarter():
     one, four = (Process(0, 0, n, "fsdp", dtype=torch.bfloat16) for n in (1, 4))
-    whole, divided = (rough_gib(GPT2, 0, "none", process) for process in (one, four))
+    whole, divided = (rough_gib(GPT2, 0, process) for process in (one, four))
     assert divided == whole / 4
-    assert rough_gib(GPT2 | {"eval_only": True}, 0, "none", one) == whole / 4
+    assert rough_gib(GPT2 | {"eval_only": True}, 0, one) == whole / 4
 
 
 def test_a_model_much_too_large_is_refused_before_it_is_built(monkeypatch):
@@ -131,5 +126,5 @@ def test_f50_a_batch_beyond_all_memory_is_split_by_arithmetic(monkeypatch):
     trial = runs_out_above(10**6)
     assert 1 < fit_alone(trial, 10**6, 10**6).batch_size < 16 and len(trial.tried) == 1
     monkeypatch.setattr(hardware, "machine_memory_gib", lambda device: 1.0)
-    with pytest.raises(ValueError, match="even with one sequence"):
+    with pytest.raises(ValueError, match="out of memory: use"):
         fit_alone(None, 10**6, 10**6)
