@@ -338,36 +338,18 @@ def learning_rate_at(step: int, config: dict[str, Any]) -> float:
 def schedule_note(config: dict[str, Any]) -> str | None:
     """A one-line note if the schedule does not fit the run: the learning rate never reaches its
     peak, never reaches min_lr, or reaches it before the run ends. None if it fits."""
-    peak, floor, warmup = (config[k] for k in ("learning_rate", "min_lr", "warmup_iters"))
-    iterations, end = config["max_iters"], config["lr_decay_iters"]
-    if not 0 < iterations or peak == floor:
+    peak, warmup, iterations = (config[k] for k in ("learning_rate", "warmup_iters", "max_iters"))
+    end = config["lr_decay_iters"] if config["decay_lr"] else 0
+    end = end or iterations
+    if not iterations or peak == config["min_lr"] or warmup < end == iterations:
         return None
-    if warmup >= iterations:
-        reached = learning_rate_at(iterations - 1, config) / peak
-        return (
-            f"note: warm-up takes {warmup} iterations, but the run has {iterations}: the learning "
-            f"rate ends at {reached:.0%} of its peak; use --warmup_iters={iterations // 20}"
-        )
-    if not config["decay_lr"] or not end:
-        return None
-    if end <= warmup:
-        return (
-            f"note: lr_decay_iters={end} is no later than the end of warm-up: the learning rate "
-            f"rises until iteration {warmup}, then stays at min_lr={floor}"
-        )
-    if end < iterations:
-        return (
-            f"note: the learning rate stays at min_lr={floor} from iteration {end} to "
-            f"{iterations}; --lr_decay_iters=0 makes the schedule as long as the run"
-        )
-    if end > iterations:
-        last = learning_rate_at(iterations, config)
-        return (
-            f"note: lr_decay_iters={end} is after the end of the run: the learning rate ends at "
-            f"{last:.2e}, not at min_lr={floor}; --lr_decay_iters=0 makes the schedule as long as "
-            "the run"
-        )
-    return None
+    last = learning_rate_at(iterations - 1, config)
+    shorter = warmup if warmup < iterations else iterations // 20
+    return (
+        f"note: warm-up ends at iteration {warmup} and the schedule at {end}, but the run at "
+        f"{iterations}: the learning rate ends at {last / peak:.0%} of its peak; use "
+        f"--warmup_iters={shorter} --lr_decay_iters=0"
+    )
 
 
 def decay_start(config: dict[str, Any]) -> int | None:

@@ -1062,14 +1062,11 @@ def test_flags_that_a_model_of_given_weights_does_not_follow_are_named(monkeypat
 
 def test_a_schedule_shorter_than_the_run_prints_a_note(run, sums, tmp_path):
     shown = train(run, tmp_path / "short", sums, "--max_iters=4", "--lr_decay_iters=3")
-    assert (
-        "note: the learning rate stays at min_lr=6e-05 from iteration 3 to 4; --lr_decay_iters=0 "
-        "makes the schedule as long as the run\n"
-    ) in shown
+    assert "and the schedule at 3, but the run at 4: the learning rate ends at" in shown
     fits = "--max_iters=4", "--lr_decay_iters=0"
     assert "note:" not in train(run, tmp_path / "as_long", sums, *fits)
     wrong = "--max_iters=4", "--lr_decay_iters=1", "--warmup_iters=3"
-    assert "note: lr_decay_iters=1 is no later than the end" in train(
+    assert "note: warm-up ends at iteration 3 and the schedule at 1, but" in train(
         run, tmp_path / "w", sums, *wrong
     )
 
