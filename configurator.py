@@ -16,7 +16,6 @@ Any other name must be a setting. The comment after an assignment is its `--help
 
 import ast
 import difflib
-import functools
 import math
 import os
 import re
@@ -282,27 +281,16 @@ def run_config_file(
             )
 
 
-@functools.cache  # a pipe can be read only once
 def source_of(path: str) -> str:
     """Read a config file."""
+    require_file(Path(path))
     try:
-        if not re.fullmatch(r"/dev/fd/\d+|/proc/(self|\d+)/fd/\d+", path):  # a shell's <(...)
-            require_file(Path(path))
         return Path(path).read_text(encoding="utf-8-sig")  # Windows may add a byte order mark
-    except UserError:
-        raise
     except OSError as error:
         hint = " (a setting is written --key=value)" if "=" in path else ""
         raise UserError(f"cannot read config file {path!r}: {error.strerror}{hint}") from None
     except ValueError as error:  # not UTF-8, or an invalid path
         raise UserError(f"cannot read config file {path!r} as UTF-8 text: {error}") from None
-
-
-def is_computed(value: str) -> bool:
-    """Whether config files compute `value`, e.g. a folder name with the time in it, so that it may
-    differ when they run again. True if their text does not contain it."""
-    sources = [source_of(argument) for argument in sys.argv[1:] if not argument.startswith("-")]
-    return bool(sources) and not any(value in source for source in sources)
 
 
 def parse(text: str, kind: type) -> Any:

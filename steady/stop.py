@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from configurator import is_computed, one_line_errors
+from configurator import one_line_errors
 from steady import UserError, checkpoint, memory, output
 from steady.distributed import (
     Process,
@@ -212,9 +212,7 @@ def stop_message(iter_num: int, path: Path) -> str:
 
 def resume_command(out_dir: Path, flags: Sequence[str] = ()) -> str:
     """The command that resumes this run, with `flags` added or replaced."""
-    again = [*flags, "--init_from=resume"]
-    if is_computed(str(out_dir)):  # such as a name that contains the time
-        again.insert(0, f"--out_dir={out_dir}")
+    again = [f"--out_dir={out_dir}", *flags, "--init_from=resume"]  # a config may compute out_dir
     names = {flag.partition("=")[0] for flag in again}
     command = [argument for argument in sys.argv[1:] if argument.partition("=")[0] not in names]
     return shlex.join([*launcher(), sys.argv[0], *command, *again])

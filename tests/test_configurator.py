@@ -10,7 +10,6 @@ from configurator import (
     check_values,
     configure,
     describe,
-    is_computed,
     one_line_errors,
     read_settings,
     resolve,
@@ -200,24 +199,6 @@ def test_numpys_numbers_are_numbers(settings, tmp_path):
     file.write_text("import numpy as np\nrate = np.float64(1e-3)\n")
     found = resolve(settings, [str(file)])["rate"]
     assert found == 1e-3 and type(found) is float
-
-
-def test_a_config_file_is_read_once(settings, tmp_path):
-    """A pipe such as `train.py <(generate)` can only be read once."""
-    read, write = os.pipe()
-    os.write(write, b"steps = 7\n")
-    os.close(write)
-    assert [resolve(settings, [f"/dev/fd/{read}"])["steps"] for _ in range(3)] == [7, 7, 7]
-    os.close(read)
-
-
-def test_a_value_that_config_files_compute_is_known(tmp_path, monkeypatch):
-    file = tmp_path / "c.py"
-    file.write_text("import time\nout_dir = f'run-{time.time()}'\ndataset = 'owt'\n")
-    monkeypatch.setattr(sys, "argv", ["train.py", str(file), "--steps=3"])
-    assert is_computed("run-17.5") and not is_computed("owt")
-    monkeypatch.setattr(sys, "argv", ["train.py", "--out_dir=a"])
-    assert not is_computed("a")
 
 
 def test_folders_may_begin_with_the_home_folder(tmp_path, monkeypatch):
