@@ -152,12 +152,8 @@ def configure(
         name: s._replace(default=namespace.get(name, s.default)) for name, s in own.items()
     }
     if {"--help", "-h"} & set(sys.argv[1:]):
-        path, root = Path(namespace["__file__"]).resolve(), Path(__file__).resolve().parent
-        script = path.relative_to(root).as_posix() if root in path.parents else path.name
-        if script.startswith("steady/"):
-            script = "-m " + script.removesuffix(".py").replace("/", ".")
-        usage = f"usage: python {script}\n\n{namespace.get('__doc__')}"
-        print(describe(settings, script, positional) if settings else usage)
+        usage = f"usage: python {sys.argv[0]}\n\n{namespace.get('__doc__')}"
+        print(describe(settings, sys.argv[0], positional) if settings else usage)
         raise SystemExit(0)
     ignores = read_settings(ignored) if ignored else {}
     config = resolve(settings, sys.argv[1:], ignores, config_files=bool(positional))

@@ -64,7 +64,7 @@ def test_nanogpt_names_keep_their_meaning():
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_f35_help(run, script):
     shown = run(script, "--help")
-    assert shown.startswith(f"usage: python {script}")
+    assert shown.startswith(f"usage: python {ROOT / script}")
     for name in read_settings(ROOT / script):
         assert f"  --{name}=" in shown
     assert max(map(len, shown.splitlines())) < 130

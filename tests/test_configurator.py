@@ -304,15 +304,15 @@ SCRIPTS = {
 
 @pytest.mark.parametrize("script", sorted(SCRIPTS))
 def test_help_says_how_the_script_is_called(run, script):
-    """The usage line shows the script's folder, and config files only if it accepts them."""
+    """The usage line shows the script's path, and config files only if it accepts them."""
     usage, *lines = run(script, "--help").splitlines()
     takes = {"plot.py": "[OUT_DIR ...] "}.get(script, "")
     if script in ("train.py", "sample.py", "bench.py"):
         takes = "[config/FILE.py ...] "
     if not read_settings(ROOT / script):
-        assert usage == f"usage: python {script}" and len(lines) > 3
+        assert usage == f"usage: python {ROOT / script}" and len(lines) > 3
         return
-    assert usage == f"usage: python {script} {takes}[--key=value ...]"
+    assert usage == f"usage: python {ROOT / script} {takes}[--key=value ...]"
     rows = [line for line in lines if line[:4] == "  --" and " " in line.strip()]
     flags = [re.fullmatch(r"  --\w+=.*?  +(\S.*)", line) for line in rows]
     assert all(flags) and {found.start(1) for found in flags} == {32}
