@@ -93,7 +93,7 @@ def require_room(
     cache = dtype.itemsize * n * values * min(config.block_size, prompt + new)
     tokens = 2 * 8 * n * (prompt + new)  # every new token copies them
     needed = (cache + tokens + 3 * 4 * n * config.vocab_size) / 2**30  # logits, sorted, cumulative
-    machine_gib = hardware.machine_memory_gib(device)
+    machine_gib = hardware.available_memory_gib(device)
     if needed > machine_gib:
         raise UserError(
             f"num_samples={n} with max_new_tokens={new} needs {needed:.1f} GiB, but {device} has "

@@ -153,21 +153,13 @@ def total_memory_gib(device: torch.device) -> float | None:
 
 
 def available_memory_gib(device: torch.device) -> float:
-    """GPU memory that a step can use, in GiB: free memory plus this process's, minus CUDA's needs.
-    Infinity on other devices."""
-    if device.type != "cuda":
-        return math.inf
-    free, total = torch.cuda.mem_get_info(device)
-    limit = torch.cuda.get_per_process_memory_fraction() * total
-    return (1 - MEMORY_FOR_CUDA) * min(limit, free + torch.cuda.memory_reserved(device)) / 2**30
-
-
-def machine_memory_gib(device: torch.device) -> float:
-    """The most memory a process can have, in GiB: `available_memory_gib` of a GPU, else the free
-    memory of the machine and its container, with swap; infinity if unknown."""
-    of_gpu = available_memory_gib(device)
-    if of_gpu < math.inf:
-        return of_gpu
+    """Memory that a step can use, in GiB. On a GPU: free memory plus this process's, minus CUDA's
+    needs. Else: the free memory of the machine and its container, with swap; infinity if
+    unknown."""
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        limit = torch.cuda.get_per_process_memory_fraction() * total
+        return (1 - MEMORY_FOR_CUDA) * min(limit, free + torch.cuda.memory_reserved(device)) / 2**30
     found = [math.inf]
     with contextlib.suppress(OSError, ValueError, AttributeError):  # total (not on Windows)
         found.append(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))

@@ -63,7 +63,7 @@ def require_room(config: dict[str, Any], process: Process) -> None:
     config: the settings, including the model's sizes.
     """
     needed = rough_gib(config, 1, process)
-    machine_gib = hardware.machine_memory_gib(process.device)
+    machine_gib = hardware.available_memory_gib(process.device)
     if needed > 1.5 * machine_gib:
         raise UserError(
             f"a model of n_layer={config['n_layer']}, n_embd={config['n_embd']}, "
@@ -93,7 +93,7 @@ def fit(
     # fsdp has no second try. On a GPU, skip only hopeless sizes, to save the time to compile them.
     # A CPU's system hands out memory that it does not have, so trying is not safe there.
     share = SAFETY_MARGIN if process.shards_model else 2.0 if process.device.type == "cuda" else 1.0
-    limit = share * distributed.all_reduce_min(hardware.machine_memory_gib(process.device))
+    limit = share * available_gib
     sizes = [size for size in every_size if rough_gib(config, size, process) <= limit]
     if process.device.type == "cuda" and not sizes:
         sizes = every_size[-1:]

@@ -62,7 +62,7 @@ def test_nothing_fits():
 
 
 def test_with_fsdp_only_what_fits_by_the_estimate_is_tried(monkeypatch):
-    monkeypatch.setattr(hardware, "machine_memory_gib", lambda device: 8.0)
+    monkeypatch.setattr(hardware, "available_memory_gib", lambda device: 8.0)
     process = Process(0, 0, 4, "fsdp", dtype=torch.bfloat16)
     trial = runs_out_above(1000)
     found = fit_alone(trial, 64, 120, process)
@@ -115,16 +115,16 @@ def test_fsdp_divides_the_estimates_weights_and_evaluating_takes_a_quarter():
 
 
 def test_a_model_much_too_large_is_refused_before_it_is_built(monkeypatch):
-    monkeypatch.setattr(hardware, "machine_memory_gib", lambda device: 1.0)
+    monkeypatch.setattr(hardware, "available_memory_gib", lambda device: 1.0)
     require_room(GPT2 | {"n_layer": 1}, Process())
     with pytest.raises(ValueError, match=r"n_layer=48.* takes about .* but cpu has 1.0 GiB"):
         require_room(GPT2 | {"n_layer": 48}, Process())
 
 
 def test_f50_a_batch_beyond_all_memory_is_split_by_arithmetic(monkeypatch):
-    monkeypatch.setattr(hardware, "machine_memory_gib", lambda device: 8.0)
+    monkeypatch.setattr(hardware, "available_memory_gib", lambda device: 8.0)
     trial = runs_out_above(10**6)
     assert 1 < fit_alone(trial, 10**6, 10**6).batch_size < 16 and len(trial.tried) == 1
-    monkeypatch.setattr(hardware, "machine_memory_gib", lambda device: 1.0)
+    monkeypatch.setattr(hardware, "available_memory_gib", lambda device: 1.0)
     with pytest.raises(ValueError, match="out of memory: use"):
         fit_alone(None, 10**6, 10**6)

@@ -468,7 +468,7 @@ def test_f24_eval_only_on_a_resumed_run_does_not_train(run, sums, tmp_path):
 def test_evaluating_needs_no_room_for_training(run, sums, tmp_path, monkeypatch):
     """6.3M parameters need 25 MB for evaluation, but 100 MB or more for training."""
     wide = ["--n_layer=2", "--n_head=4", "--n_kv_head=4", "--n_embd=512"]
-    monkeypatch.setattr(hardware, "machine_memory_gib", lambda device: 0.06)
+    monkeypatch.setattr(hardware, "available_memory_gib", lambda device: 0.06)
     with pytest.raises(ValueError, match="takes about .* to train with one sequence"):
         train(run, tmp_path, sums, *wide)
     assert "val loss" in train(run, tmp_path, sums, *wide, "--eval_only=True", "--fp8=True")
