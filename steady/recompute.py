@@ -15,13 +15,13 @@ from torch import nn
 from torch.utils import checkpoint
 
 # `selective` keeps the outputs of these: attention, and dropout, which must not be drawn twice.
-KEPT = frozenset((
+KEPT = [
     torch.ops.aten.native_dropout.default,
     torch.ops.aten._scaled_dot_product_cudnn_attention.default,
     torch.ops.aten._scaled_dot_product_flash_attention.default,
     torch.ops.aten._scaled_dot_product_efficient_attention.default,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
-))  # fmt: skip
+]
 
 
 def repeated_blocks(model: nn.Module) -> list[nn.Module]:
@@ -57,7 +57,7 @@ def use_activation_checkpointing(model: nn.Module, kind: str) -> None:
 
 def keep_attention(block: nn.Module, *inputs: Any, **named: Any) -> Any:
     """A block's forward pass. The backward pass recomputes all but the attention output."""
-    contexts = partial(checkpoint.create_selective_checkpoint_contexts, keep_or_recompute)
+    contexts = partial(checkpoint.create_selective_checkpoint_contexts, KEPT)
     return run_checkpointed(block, *inputs, context_fn=contexts, **named)
 
 
@@ -68,11 +68,3 @@ def run_checkpointed(block: nn.Module, *inputs: Any, **named: Any) -> Any:
         named.pop("context_fn", None)
         return forward(block, *inputs, **named)
     return checkpoint.checkpoint(forward, block, *inputs, use_reentrant=False, **named)
-
-
-def keep_or_recompute(
-    context: Any, op: Any, *args: Any, **kwargs: Any
-) -> checkpoint.CheckpointPolicy:
-    """The policy of selective activation checkpointing."""
-    policy = checkpoint.CheckpointPolicy
-    return policy.MUST_SAVE if op in KEPT else policy.PREFER_RECOMPUTE
