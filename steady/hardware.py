@@ -193,8 +193,7 @@ def prepare(device: torch.device, dtype: torch.dtype, width: int, block_size: in
     """Set up torch to train a model of this width and context on `device`."""
     if device.type == "cuda":
         torch.set_float32_matmul_precision("high")  # TF32 for matmuls that stay in float32
-    if device.type == "cpu":
-        use_onednn(device, dtype, width, block_size)
+    use_onednn(device, dtype, width, block_size)
 
 
 def use_onednn(
@@ -207,8 +206,8 @@ def use_onednn(
     """Set how a CPU multiplies and attends. Returns whether oneDNN runs the float32 matmuls.
 
     On AMD with AVX-512, torch's default, MKL, is half as fast as oneDNN (190 against 400 GFLOP/s on
-    two cores of a Zen 5). The setting permits rounding to bfloat16, which oneDNN does on processors
-    with AMX, so a test matmul shows whether it does so here. Narrow models gain nothing.
+    two cores of a Zen 5). The setting permits rounding to bfloat16, which oneDNN does only with
+    AMX. Narrow models gain nothing.
 
     The fused attention kernel is slow for short contexts, so attention then runs unfused, in
     float32. The fused kernel multiplies small blocks, which is slow in oneDNN, and takes up to five
@@ -216,21 +215,12 @@ def use_onednn(
     """
     if device.type != "cpu":
         return False
-    amd = "AuthenticAMD" in described(cpuinfo)
-    multiplies = amd and torch.backends.cpu.get_cpu_capability() == "AVX512"
-    multiplies = multiplies and dtype == torch.float32 and width >= 64
+    processor = described(cpuinfo)
+    suitable = "AuthenticAMD" in processor and "amx" not in processor
+    wide = torch.backends.cpu.get_cpu_capability() == "AVX512" and width >= 64
+    multiplies = dtype == torch.float32 and suitable and wide
     if multiplies:
-        before = torch.get_float32_matmul_precision()
         torch.set_float32_matmul_precision("medium")
-        multiplies = matmuls_are_exact()
-        if not multiplies:
-            torch.set_float32_matmul_precision(before)
     short = block_size <= (512 if dtype == torch.bfloat16 else 256 if multiplies else 0)
     torch.backends.cuda.enable_flash_sdp(not short)  # this setting applies to CPUs too
     return multiplies
-
-
-def matmuls_are_exact() -> bool:
-    """Whether a float32 matmul on the CPU is more precise than bfloat16."""
-    a = torch.full((512, 512), 1 + 2**-12)  # 1.0 in bfloat16
-    return bool(((a @ a).mean() - 512.25).abs() < 0.01)

@@ -77,20 +77,19 @@ def processor(tmp_path, monkeypatch, vendor, capability):
 
 
 @pytest.mark.parametrize(
-    ("vendor", "capability", "width", "exact", "used"),
+    ("vendor", "capability", "width", "used"),
     [
-        ("AuthenticAMD", "AVX512", 128, True, True),
-        ("AuthenticAMD", "AVX512", 128, False, False),
-        ("AuthenticAMD", "AVX512", 32, True, False),
-        ("AuthenticAMD", "AVX2", 128, True, False),
-        ("GenuineIntel", "AVX512", 128, True, False),
+        ("AuthenticAMD", "AVX512", 128, True),
+        ("AuthenticAMD amx_bf16", "AVX512", 128, False),  # would round to bfloat16
+        ("AuthenticAMD", "AVX512", 32, False),
+        ("AuthenticAMD", "AVX2", 128, False),
+        ("GenuineIntel", "AVX512", 128, False),
     ],
 )
 def test_onednn_multiplies_only_where_it_is_faster_and_exact(
-    tmp_path, monkeypatch, vendor, capability, width, exact, used
+    tmp_path, monkeypatch, vendor, capability, width, used
 ):
     cpuinfo = processor(tmp_path, monkeypatch, vendor, capability)
-    monkeypatch.setattr(hardware, "matmuls_are_exact", lambda: exact)
     assert hardware.use_onednn(CPU, torch.float32, width, 64, cpuinfo) is used
     assert torch.get_float32_matmul_precision() == ("medium" if used else "highest")
     assert torch.backends.cuda.flash_sdp_enabled() is not used
@@ -102,16 +101,8 @@ def test_onednn_is_not_used_where_the_processor_is_not_known(tmp_path):
 
 def test_long_contexts_keep_the_fused_attention(tmp_path, monkeypatch):
     cpuinfo = processor(tmp_path, monkeypatch, "AuthenticAMD", "AVX512")
-    monkeypatch.setattr(hardware, "matmuls_are_exact", lambda: True)
     assert hardware.use_onednn(CPU, torch.float32, 128, 1024, cpuinfo)
     assert torch.backends.cuda.flash_sdp_enabled()
-
-
-def test_rounded_products_are_found_out(monkeypatch):
-    assert hardware.matmuls_are_exact()
-    full = torch.full
-    monkeypatch.setattr(torch, "full", lambda *args: full(*args).bfloat16().float())
-    assert not hardware.matmuls_are_exact()
 
 
 def test_a_model_trained_through_onednn_keeps_float32s_accuracy():
