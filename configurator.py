@@ -244,16 +244,19 @@ def run_config_file(
     ignored: dict[str, Setting],
 ) -> None:
     """Run a Python config file and copy its settings, except for `ignored` ones, to `config`."""
-    source = source_of(path)
+    require_file(Path(path))
     namespace = {name: setting.default for name, setting in ignored.items()}
     namespace |= config | {"__file__": path}
     folder = os.path.dirname(os.path.abspath(path))
     sys.path.insert(0, folder)  # for `from base import *`
     before = set(sys.modules)
     try:
+        source = Path(path).read_text(encoding="utf-8-sig")  # Windows may add a byte order mark
         exec(compile(source, path, "exec"), namespace)
     except (Exception, SystemExit) as error:  # exiting is an error too
-        raise UserError(f"config file {path} failed: {type(error).__name__}: {error}") from None
+        hint = " (a setting is written --key=value)" if "=" in path else ""
+        reason = f"{type(error).__name__}: {error}{hint}"
+        raise UserError(f"config file {path} failed: {reason}") from None
     finally:
         sys.path.remove(folder)
         for name in set(sys.modules) - before:  # the next config may have another base
@@ -275,18 +278,6 @@ def run_config_file(
                 f"unknown setting {key!r} in {path}{nearest(key, settings)} "
                 "(helper variables must begin with an underscore)"
             )
-
-
-def source_of(path: str) -> str:
-    """Read a config file."""
-    require_file(Path(path))
-    try:
-        return Path(path).read_text(encoding="utf-8-sig")  # Windows may add a byte order mark
-    except OSError as error:
-        hint = " (a setting is written --key=value)" if "=" in path else ""
-        raise UserError(f"cannot read config file {path!r}: {error.strerror}{hint}") from None
-    except ValueError as error:  # not UTF-8, or an invalid path
-        raise UserError(f"cannot read config file {path!r} as UTF-8 text: {error}") from None
 
 
 def parse(text: str, kind: type) -> Any:
