@@ -62,17 +62,6 @@ def compile_obstacle(device: torch.device) -> str | None:
     return None
 
 
-def find_libcuda(maps: Path = Path("/proc/self/maps")) -> Path | None:
-    """The path of the driver library that this process has loaded; None without a driver."""
-    with contextlib.suppress(OSError):
-        ctypes.CDLL("libcuda.so.1")  # loading it does not start CUDA
-    try:
-        found = re.search(r"/\S*/libcuda\.so[.\d]*$", maps.read_text(), re.MULTILINE)
-    except OSError:
-        return None
-    return Path(found.group()) if found else None
-
-
 def provide_libcuda(maps: Path = Path("/proc/self/maps")) -> str | None:
     """Make Triton find libcuda without root. Returns the problem if that is not possible.
 
@@ -80,18 +69,18 @@ def provide_libcuda(maps: Path = Path("/proc/self/maps")) -> str | None:
     and on WSL. Triton then fails with "libcuda.so cannot found". TRITON_LIBCUDA_PATH comes first,
     so set it to a private folder with links under both names that Triton's versions use.
     """
-    chosen = os.environ.get("TRITON_LIBCUDA_PATH")
-    if chosen:
-        if any((Path(chosen) / name).exists() for name in ("libcuda.so.1", "libcuda.so")):
-            return None
-        return f"TRITON_LIBCUDA_PATH={chosen} has no libcuda.so (unset it)"
-    library = find_libcuda(maps)
+    if os.environ.get("TRITON_LIBCUDA_PATH"):
+        return None
+    with contextlib.suppress(OSError):
+        ctypes.CDLL("libcuda.so.1")  # loading it does not start CUDA
+    mapped = maps.read_text() if maps.exists() else ""
+    library = re.search(r"/\S*/libcuda\.so[.\d]*$", mapped, re.MULTILINE)
     if library is None:
         return "libcuda.so.1 is not loaded: is the NVIDIA driver installed?"
     folder = tempfile.TemporaryDirectory(prefix="libcuda-")
     _kept_until_exit.append(folder)
     for name in ("libcuda.so", "libcuda.so.1"):
-        (Path(folder.name) / name).symlink_to(library)
+        (Path(folder.name) / name).symlink_to(library.group())
     os.environ["TRITON_LIBCUDA_PATH"] = folder.name
     return None
 
