@@ -227,7 +227,8 @@ def resolve(
             continue
         key, equals, text = argument.lstrip("-").partition("=")  # only the first "=" separates
         if key not in settings:
-            raise UserError(f"unknown setting {shown(argument)}{nearest(key, settings)}")
+            hint = chosen(text) or nearest(key, settings)
+            raise UserError(f"unknown setting {shown(argument)}{hint}")
         kind = type(settings[key].default)
         if not argument.startswith("--") or not equals and kind is not bool:
             example = text or settings[key].default
@@ -254,7 +255,7 @@ def run_config_file(
         source = Path(path).read_text(encoding="utf-8-sig")  # Windows may add a byte order mark
         exec(compile(source, path, "exec"), namespace)
     except (Exception, SystemExit) as error:  # exiting is an error too
-        hint = " (a setting is written --key=value)" if "=" in path else ""
+        hint = "" if os.path.exists(path) else " (a setting is written --key=value)"
         reason = f"{type(error).__name__}: {error}{hint}"
         raise UserError(f"config file {path} failed: {reason}") from None
     finally:
@@ -300,7 +301,9 @@ def check(setting: Setting, value: Any, where: str) -> Any:
     number = isinstance(value, int | float) and not isinstance(value, bool)  # or a numpy float
     if kind is float and number and not abs(value) >= 2**1023:
         return float(value)
-    raise UserError(f"{where} takes a value of type {kind.__name__}, not {shown(value)}")
+    raise UserError(
+        f"{where} takes a value of type {kind.__name__}, not {shown(value)}{chosen(value)}"
+    )
 
 
 def check_values(values: dict[str, Any]) -> None:
@@ -337,6 +340,12 @@ def shown(value: Any) -> str:
     except Exception:  # an integer with thousands of digits, or a broken __repr__
         return f"<unprintable {type(value).__name__}>"
     return text if len(text) <= 120 else f"{text[:100]}... ({len(text)} characters)"
+
+
+def chosen(value: Any) -> str:
+    """`, did you mean --name=value?` if `value` is a choice of exactly one setting."""
+    names = [n for n, choices in CHOICES.items() if isinstance(value, str) and value in choices]
+    return f", did you mean --{names[0]}={value}?" if len(names) == 1 else ""
 
 
 # hints for nanoGPT's settings

@@ -5,7 +5,6 @@
 
 import contextlib
 import ctypes
-import ctypes.util
 import os
 import re
 import shutil
@@ -113,7 +112,7 @@ def expandable_segments() -> bool:
 
 
 def report() -> str:
-    """What torch finds on this machine, and which of its features a run can use."""
+    """The findings of torch.utils.collect_env, and which of torch's features a run can use."""
     device = choose_device()
     lines = [collect_env.get_pretty_env_info().strip(), "", f"Device: {device.type}"]
     if device.type == "cuda":
