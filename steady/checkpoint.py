@@ -16,8 +16,6 @@ import re
 import reprlib
 import secrets
 import shlex
-import shutil
-import tempfile
 import time
 import zipfile
 import zlib
@@ -281,14 +279,12 @@ def try_save(
     content: dict[str, Any],
     process: Process,
     say: Callable[[str], None],
-    last: bool = False,
     overwrite: bool = True,
     read_back: bool = True,
 ) -> bool:
     """`save` the state that all processes hold together; all of them must call this.
 
-    A failed save does not end the run: it prints a warning and returns False on every process. If
-    it was the `last` save of the run, the state then goes to a temporary folder.
+    A failed save does not end the run: it prints a warning and returns False on every process.
     """
     if not overwrite and distributed.any_process(path.exists()):
         return True
@@ -299,13 +295,10 @@ def try_save(
     if not together:
         content = distributed.gather_full(content)
 
-    def write(path: Path) -> None:
-        if together or process.master:
-            save(path, content, names, process if together else SINGLE_PROCESS, read_back)
-
     failed = False
     try:
-        write(path)
+        if together or process.master:
+            save(path, content, names, process if together else SINGLE_PROCESS, read_back)
         if process.master:
             size, seconds = path.stat().st_size / 1e6, time.perf_counter() - began
             say(f"saved {path}: {size:,.1f} MB in {seconds:.1f} s")
@@ -314,24 +307,8 @@ def try_save(
         say(f"warning: {path} was not saved{kept}: {failure_reason(error)}")
         failed = True
     failed = distributed.any_process(failed)
-    if failed and last:
-        say(save_elsewhere(path, write, process))
     distributed.set_timeout(process)
     return not failed
-
-
-def save_elsewhere(path: Path, write: Callable[[Path], None], process: Process) -> str:
-    """Call `write` with a path in a temporary folder, because saving to `path` failed; returns a
-    description of the result. Every process must call this."""
-    folder = None
-    try:
-        folder = distributed.on_rank0_first(process, lambda: Path(tempfile.mkdtemp(prefix="ckpt-")))
-        write(folder / path.name)
-    except Exception as error:
-        if folder is not None and process.master:
-            shutil.rmtree(folder, ignore_errors=True)
-        return f"warning: it was not saved in the temporary folder either: {failure_reason(error)}"
-    return f"saved {folder / path.name} instead: to resume from it, move it to {path}"
 
 
 def failure_reason(error: Exception) -> str:

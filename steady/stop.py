@@ -114,7 +114,7 @@ class Saving:
             other = self.process.master and checkpoint.iteration_of(self.path) != state["iter_num"]
             stopped_early = state["iter_num"] < state["config"]["max_iters"]  # by a signal
             if any_process(other) and not checkpoint.try_save(
-                self.path, state, self.process, self.say, last=True, read_back=not stopped_early
+                self.path, state, self.process, self.say, read_back=not stopped_early
             ):
                 stop(self.process)
                 raise SystemExit(

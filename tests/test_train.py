@@ -10,7 +10,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 import types
 import warnings
@@ -523,21 +522,13 @@ def test_f25_a_best_loss_that_was_not_saved_is_discarded(run, tmp_path, monkeypa
     assert checkpoint.load(tmp_path / "out" / "ckpt.pt")["best_val_loss"] == min(saved)
 
 
-def test_the_last_save_goes_elsewhere_where_the_folder_is_full(run, sums, tmp_path, monkeypatch):
-    save, spare = checkpoint.save, tmp_path / "temporary"
-    spare.mkdir()
-
+def test_a_run_whose_last_save_fails_ends_with_an_error(run, sums, tmp_path, monkeypatch):
     def full(path, content, *names):
-        if path.parent == tmp_path / "out":
-            raise OSError(28, "No space left on device")
-        save(path, content, *names)
+        raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(checkpoint, "save", full)
-    monkeypatch.setattr(tempfile, "tempdir", str(spare))
     with pytest.raises(SystemExit, match="could not save the checkpoint of iteration 5"):
-        train(run, tmp_path / "out", sums, "--max_iters=5", "--eval_interval=2")
-    (saved,) = spare.glob("*/ckpt.pt")
-    assert checkpoint.load(saved)["iter_num"] == 5 and len(list(spare.iterdir())) == 1
+        train(run, tmp_path, sums, "--max_iters=5", "--eval_interval=2")
 
 
 def test_a_clock_that_stands_still_ends_no_run(run, sums, tmp_path, monkeypatch):
