@@ -56,6 +56,7 @@ WEIGHTS_ONLY = {  # the keys of best.pt and their types
 }  # fmt: skip
 EVERYTHING = WEIGHTS_ONLY | {  # the keys of ckpt.pt and their types
     "config": dict, "optimizer": dict, "scaler": dict, "sequences": int,
+    "data_ids": dict,
 }  # fmt: skip
 
 
@@ -369,16 +370,15 @@ def read(path: Path) -> dict[str, Any]:
     try:
         check_sums(path)
         content = load_plain(path)
+        check_tensors(content, path)
         check_sizes(content, path)
     except pickle.UnpicklingError:
         raise UserError(
             f"{path} holds more than tensors and plain values; it was not loaded, because loading "
             "it could run code"
         ) from None
-    except (PermissionError, MemoryError):
+    except (UserError, PermissionError, MemoryError):
         raise
-    except RecursionError:
-        raise UserError(f"{path} is damaged: its lists are nested too deeply") from None
     except Exception as error:  # damage raises many kinds of errors
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise UserError(f"{path} is damaged or not a checkpoint: {reason}") from None
@@ -398,17 +398,14 @@ def load(path: Path, kinds: dict[str, type] = WEIGHTS_ONLY) -> dict[str, Any]:
     Raises UserError, which lists the other checkpoints that can be used instead.
     """
     try:
-        content = read(path)
+        content = {"pretrained": None, "data_ids": {}} | read(path)
         for key, kind in kinds.items():
             value = content.get(key)
             bad = kind is int and type(value) is int and not 0 <= value < 2**62
             if type(value) is not kind or bad or value != value:
                 found = f"is {reprlib.repr(value)}" if key in content else "is missing"
                 raise UserError(f"{path} is incomplete: {key} {found} (expected {kind.__name__})")
-        check_tensors(content["model"], path)
-        if kinds is EVERYTHING:
-            check_optimizer(content, path)
-        metadata = content.setdefault("pretrained", None)
+        metadata = content["pretrained"]
         if "pretrained_dtype" in content:  # checkpoints from before 2026-11-25
             dtype = content["pretrained_dtype"]
             metadata = {"dtype": dtype} if isinstance(dtype, str) else dtype
@@ -510,26 +507,36 @@ def tokenizer_of(saved: dict[str, Any], path: Path) -> Tokenizer:
 
 
 def check_sizes(content: Any, path: Path) -> None:
-    """Raises an error unless every tensor's storage is as long as its part of the file. check_sums
+    """Raises UserError unless every tensor's storage is as long as its part of the file. check_sums
     has verified the part, but torch trusts the length in the pickle (F81)."""
     reader = torch._C.PyTorchFileReader(str(path))
-    sizes = {reader.get_record_offset(name): size for name, size in record_sizes(path).items()}
-    storages = [
-        t.untyped_storage()
-        for t in tensors_in(content)
-        if t.layout == torch.strided and t.device.type == "cpu" and not t.is_nested
-    ]
-    held = {storage.data_ptr(): storage.nbytes() for storage in storages if storage.nbytes()}
-    if len(held) > 10**4:  # the search below would be slow
-        raise zipfile.BadZipFile(f"it has too many tensors ({len(held)})")
-    lowest = min(held, default=0)
-    # possible addresses of the mapped file; none if it was read part by part
-    bases = [lowest - offset for offset in sizes]
-    bases = [base for base in bases if all(pointer - base in sizes for pointer in held)]
-    if bases and not any(
-        all(sizes[pointer - base] == n_bytes for pointer, n_bytes in held.items()) for base in bases
-    ):
-        raise zipfile.BadZipFile("a tensor and its part of the file differ in length")
+    with zipfile.ZipFile(path) as archive:
+        sizes = {part.filename.partition("/")[2]: part.file_size for part in archive.infolist()}
+    names = [name for name, size in sizes.items() if name.startswith("data/") and size]
+    parts = sorted((reader.get_record_offset(name), sizes[name]) for name in names)
+    storages = (tensor.untyped_storage() for tensor in tensors_in(content))
+    held = sorted({s.data_ptr(): s.nbytes() for s in storages if s.nbytes()}.items())
+    both = list(zip(held, parts, strict=False))  # in the order of their addresses in the file
+    mapped = len({pointer - offset for (pointer, _), (offset, _) in both}) == 1
+    if len(held) != len(parts) or mapped and any(own[1] != part[1] for own, part in both):
+        raise UserError(f"{path} is damaged: a tensor and its part differ in length")
+
+
+def check_tensors(content: Any, path: Path) -> None:
+    """Raises UserError unless all tensors have their data in the file. A sparse tensor, one without
+    storage, or one whose strides repeat a few values can claim any size."""
+    declared = 0
+    for tensor in tensors_in(content):
+        plain = tensor.layout == torch.strided and tensor.device.type == "cpu"
+        if not plain or tensor.is_nested or tensor.is_quantized or tensor.is_complex():
+            found = f"{tensor.dtype}, {tensor.layout}, {tensor.device}"
+            raise UserError(f"{path} holds something other than dense numeric tensors ({found})")
+        size = tensor.numel() * tensor.element_size()
+        if size > tensor.untyped_storage().nbytes():
+            raise UserError(f"{path} holds a tensor that is larger than its data in the file")
+        declared += size
+    if declared > 2 * path.stat().st_size:  # tied weights share their storage
+        raise UserError(f"{path} declares {declared} bytes of tensors, more than the file has")
 
 
 def tensors_in(content: Any) -> list[Tensor]:
@@ -544,49 +551,6 @@ def tensors_in(content: Any) -> list[Tensor]:
             seen.add(id(value))
             left += value.values() if isinstance(value, dict) else value
     return found
-
-
-def record_sizes(path: Path) -> dict[str, int]:
-    """The size in bytes of each part of a file that torch.save wrote."""
-    with zipfile.ZipFile(path) as archive:
-        return {p.filename.partition("/")[2]: p.file_size for p in archive.infolist()}
-
-
-def check_optimizer(saved: dict[str, Any], path: Path) -> None:
-    """Raises UserError unless the optimizer's state has the form of torch's optimizers and ours."""
-    optimizer, ids = saved["optimizer"], saved.get("data_ids", {})
-    states = optimizer.get("state", {})
-    if (
-        not isinstance(states, dict)
-        or not isinstance(optimizer.get("kind", ""), str)
-        or not isinstance(ids, dict)
-    ):
-        raise UserError(f"{path} cannot be resumed: its optimizer or data_ids is malformed")
-    for i, state in states.items():
-        state = state if isinstance(state, dict) else {}  # load_state reports it
-        check_tensors({f"state {i}, {name}": tensor for name, tensor in state.items()}, path)
-
-
-def check_tensors(tensors: dict[str, Any], path: Path) -> None:
-    """Raises UserError unless all of `tensors` have their data in the file. A sparse tensor, one
-    without storage, or one whose strides repeat a few values can claim any size."""
-    declared = 0
-    for name, tensor in tensors.items():
-        if not isinstance(tensor, Tensor):
-            continue  # check_weights reports it
-        plain = tensor.layout == torch.strided and tensor.device.type == "cpu"
-        if tensor.is_nested:
-            raise UserError(f"{path}: {shown(str(name))} is not a dense numeric tensor (nested)")
-        if not plain or tensor.is_quantized or tensor.is_complex():
-            found = "complex" if plain and tensor.is_complex() else str(tensor.layout)
-            found = found if tensor.device.type == "cpu" else f"on the {tensor.device} device"
-            raise UserError(f"{path}: {shown(str(name))} is not a dense numeric tensor ({found})")
-        size = tensor.numel() * tensor.element_size()
-        if size > tensor.untyped_storage().nbytes():
-            raise UserError(f"{path}: {shown(str(name))} is larger than its data in the file")
-        declared += size
-    if declared > 2 * path.stat().st_size:  # tied weights share their storage
-        raise UserError(f"{path} declares {declared} bytes of weights, more than the file has")
 
 
 def check_weights(weights: dict[str, Tensor], model: nn.Module, complaint: str) -> None:
@@ -735,7 +699,7 @@ def resume_notes(
         and (type(value) is not float or math.isfinite(value))
     }  # fmt: skip
     best_val_loss, notes = saved["best_val_loss"], []
-    others = [name for name, was in saved.get("data_ids", {}).items() if data.ids.get(name) != was]
+    others = [name for name, was in saved["data_ids"].items() if data.ids.get(name) != was]
     if "train.bin" in others:
         notes.append("train.bin has changed since the checkpoint: the run now trains on other text")
     evaluated, was_evaluated = (c["eval_iters"] * c["batch_size"] for c in (config, before))

@@ -229,6 +229,8 @@ def load_state(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
     Raises UserError if the state belongs to another optimizer or to other parameters.
     """
     parameters, states = all_parameters(optimizer), saved.get("state", {})
+    if not isinstance(states, dict) or not isinstance(saved.get("kind", ""), str):
+        raise UserError("its optimizer state is malformed")
     first = states.get(0) if isinstance(states.get(0), dict) else {}
     was = saved.get("kind") or ("muon" if "momentum" in first else "adamw")
     now = optimizer_name(optimizer)
