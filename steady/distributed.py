@@ -37,7 +37,8 @@ from steady.recompute import repeated_blocks
 NAMES = ("out_dir", "wandb_project", "wandb_run_name")  # settings that do not affect training
 PARAMS_PER_GROUP = 2**27  # fsdp's limit, unless a single block is larger
 
-
+# how many processes a starter other than torchrun has started
+SLURM_SIZES = ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
 MPI_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE", "MPI_LOCALNRANKS")
 
 
@@ -166,26 +167,14 @@ def this_process(
 def require_torchrun() -> None:
     """Raises UserError if srun or mpirun started several processes without torchrun: each of them
     would train the same run (F77)."""
-    tasks = {
-        "srun": os.environ.get("SLURM_STEP_NUM_TASKS") or os.environ.get("SLURM_NTASKS", "1"),
-        "mpirun": next((os.environ[name] for name in MPI_SIZES if name in os.environ), "1"),
-    }
     in_step = "SLURM_STEP_ID" in os.environ or os.environ.get("SLURM_PROCID", "0") != "0"
-    for starter, number in tasks.items():
-        if "RANK" in os.environ or not number.isdecimal() or int(number) < 2:
-            continue
-        if starter == "srun" and not in_step:
-            continue  # the batch script itself, a single process
-        nodes = os.environ.get("SLURM_NNODES", "1")
-        command = f"torchrun --standalone --nproc_per_node={number}"
-        if nodes not in ("", "1"):
-            command = (
-                "srun --ntasks-per-node=1 torchrun --nnodes=$SLURM_NNODES --nproc_per_node=GPUS "
-                "--rdzv_backend=c10d --rdzv_id=$SLURM_JOB_ID --rdzv_endpoint=FIRST_NODE:29500"
-            )
+    names = (*SLURM_SIZES, *MPI_SIZES) if in_step else MPI_SIZES  # else maybe the batch script
+    number = next((os.environ[name] for name in names if name in os.environ), "1")
+    if "RANK" not in os.environ and number.isdecimal() and int(number) > 1:
         raise UserError(
-            f"{starter} has started {number} processes of this script, and each would train the "
-            f"same run: start it with {command} {os.path.basename(sys.argv[0])} ..."
+            f"srun or mpirun has started {number} processes of this script, and each would train "
+            f"the same run: start it with torchrun --standalone --nproc_per_node={number} "
+            f"{os.path.basename(sys.argv[0])} ... (several machines: docs/several-gpus.md)"
         )
 
 
@@ -287,20 +276,17 @@ def rendezvous_prefix(store: dist.Store, process: Process) -> str:
 def on_rank0_first(process: Process, action: Callable[[], Any]) -> Any:
     """Run `action()` on rank 0 and return its result on every process. If it raises an OSError or a
     UserError, the other processes exit without a message."""
-    error, result = None, [None]
+    error, result = None, None
     try:
-        if process.master:
-            result = [action()]
+        result = action() if process.master else None
     except (OSError, UserError) as found:
         error = found
-    failed = any_process(error is not None)
+    failed, result = gather_objects(process, (error is not None, result))[0]
     if error is not None:
         raise error
     if failed:
         exit_now(1)
-    if process.world_size > 1:
-        dist.broadcast_object_list(result)
-    return result[0]
+    return result
 
 
 def all_or_none(process: Process, action: Callable[[], Any]) -> Any:
