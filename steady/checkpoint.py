@@ -344,7 +344,7 @@ def resolve_init_from(init_from: str, path: Path, process: Process) -> str:
         return init_from
 
     one = process.world_size == 1 or distributed.on_one_machine()
-    if one and not distributed.restarts():
+    if one and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
         return init_from
     return distributed.on_rank0_first(process, decide)
 

@@ -22,7 +22,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import is_dataclass, replace
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -80,29 +79,17 @@ class Process(NamedTuple):
 SINGLE_PROCESS = Process()
 
 
-def restarts() -> int:
-    """How many times torchrun has restarted the processes."""
-    found = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    if not found.isdecimal():
-        raise UserError(f"TORCHELASTIC_RESTART_COUNT={found} is not a number: unset it")
-    return int(found)
-
-
 @functools.cache
 def launch_id() -> str:
     """The ID of this command in this torchrun launch, kept across restarts; "" without torchrun.
     (torchrun's own ID is "none" unless the user sets it, and containers reuse process IDs.)"""
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return ""
-    agent = str(os.getppid())
-    with contextlib.suppress(OSError):  # torchrun's start time
-        started = Path(f"/proc/{agent}/stat").read_text().rpartition(")")[2].split()[19]
-        agent += f" {started} {Path('/proc/sys/kernel/random/boot_id').read_text().strip()}"
-    return first_in_launch("launch", agent if not has_store() else secrets.token_hex(16))
+    return first_in_launch("launch", secrets.token_hex(16))
 
 
 def has_store() -> bool:
-    """Whether torchrun keeps its store across restarts."""
+    """Whether torchrun keeps its store across restarts: all but its etcd rendezvous do."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 

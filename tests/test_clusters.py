@@ -116,20 +116,6 @@ def test_f70_a_disk_that_fails_is_still_an_error(tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
-def test_f71_a_launch_is_told_from_others_without_a_store_too(monkeypatch):
-    distributed.launch_id.cache_clear()
-    assert distributed.launch_id() == ""  # not under torchrun
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "named by the user")
-    tokens = []
-    for agent in (os.getppid(), 1):
-        monkeypatch.setattr(os, "getppid", lambda: agent)  # noqa: B023
-        for _ in range(2):
-            distributed.launch_id.cache_clear()
-            tokens.append(distributed.launch_id())
-    assert tokens[0] == tokens[1] != tokens[2] == tokens[3]
-    distributed.launch_id.cache_clear()
-
-
 def test_f71_processes_of_one_start_meet_however_often_they_were_restarted():
     """The store still has the keys of earlier starts."""
     store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)

@@ -312,10 +312,7 @@ def test_wrong_variables_without_torchrun_are_named(monkeypatch, variables):
         distributed.this_process()
 
 
-def test_wrong_numbers_of_torchrun_are_named(monkeypatch):
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "x")
-    with pytest.raises(ValueError, match="TORCHELASTIC_RESTART_COUNT=x is not a number"):
-        distributed.restarts()
+def test_a_wrong_port_is_named(monkeypatch):
     monkeypatch.setenv("MASTER_PORT", "x")
     with pytest.raises(ValueError, match="MASTER_PORT=x is not a port"):
         config = {"backend": "gloo", "gradient_accumulation_steps": 2}
