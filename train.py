@@ -27,7 +27,7 @@ from steady import checkpoint, compiling, distributed, folder, hardware, memory,
 from steady.dataloader import DataLoader, DataSet, eval_batches
 from steady.float8 import use_float8
 from steady.generate import sample_while_training
-from steady.profiler import Profiler
+from steady.profiler import start_profiler
 from steady.recompute import use_activation_checkpointing
 from steady.runlog import RunLog
 from steady.stop import Saving, StopRequest, stop_message
@@ -234,7 +234,7 @@ def save(path: Path, content: dict, overwrite: bool = True) -> bool:
 
 
 stop_request = StopRequest(process, saves=not eval_only)
-trace = Profiler(out_path, profile and process.master, max_iters - iter_num, log.line)
+trace = start_profiler(out_path, profile and process.master, log.line)
 
 # -----------------------------------------------------------------------------
 # try a step; if it runs out of memory, use smaller micro-batches (same loss curve)

@@ -4,47 +4,31 @@ import os
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 
-FIRST_STEP, STEPS = 5, 3  # steps traced, after compilation and warm-up
 
+def start_profiler(out_dir: Path, enabled: bool, say: Callable[[str], None]) -> Any:
+    """Call `step()` of the result after every iteration. If `enabled`, this traces iterations 6 to
+    8 of this run, after compilation and warm-up, to `trace.json` (for ui.perfetto.dev or
+    chrome://tracing)."""
+    if not enabled:
+        return SimpleNamespace(step=lambda: None)
+    path = out_dir / "trace.json"
 
-class Profiler:
-    """Writes `trace.json` (for ui.perfetto.dev or chrome://tracing) to `out_dir` after a few steps;
-    does nothing unless `enabled`.
-
-    iterations: the number of iterations in this run.
-    """
-
-    def __init__(self, out_dir: Path, enabled: bool, iterations: int, say: Callable[[str], None]):
-        self.path, self.say, self.steps, self.trace = out_dir / "trace.json", say, 0, None
-        if not enabled:
-            return
-        if iterations < FIRST_STEP + STEPS:
-            say(f"note: --profile writes its trace after {FIRST_STEP + STEPS} iterations, but this "
-                f"run has {iterations}")  # fmt: skip
-        self.trace = torch.profiler.profile(
-            schedule=torch.profiler.schedule(wait=FIRST_STEP - 1, warmup=1, active=STEPS, repeat=1),
-            acc_events=True,  # else torch < 2.13 warns about a second cycle (pytorch#180348)
-            on_trace_ready=self.write,
-        )
-        self.trace.start()
-
-    def write(self, profile: torch.profiler.profile) -> None:
-        """Write to a new folder first: torch makes up a temporary name and would follow a link of
-        that name (F82)."""
-        with tempfile.TemporaryDirectory(dir=self.path.parent, prefix=".trace-") as folder:
+    def write(profile: torch.profiler.profile) -> None:
+        # to a new folder first: torch makes up a temporary name and would follow such a link (F82)
+        with tempfile.TemporaryDirectory(dir=out_dir, prefix=".trace-") as folder:
             profile.export_chrome_trace(f"{folder}/trace.json")
-            os.replace(f"{folder}/trace.json", self.path)
+            os.replace(f"{folder}/trace.json", path)
+        say(f"wrote {path} (open it at ui.perfetto.dev)")
 
-    def step(self) -> None:
-        """Call after every iteration; prints a line when the file is written."""
-        if self.trace is None:
-            return
-        self.steps += 1
-        self.trace.step()
-        if self.steps == FIRST_STEP + STEPS:
-            self.trace.stop()
-            self.trace = None
-            self.say(f"wrote {self.path} (open it at ui.perfetto.dev)")
+    profiler = torch.profiler.profile(
+        schedule=torch.profiler.schedule(wait=4, warmup=1, active=3, repeat=1),
+        acc_events=True,  # else torch < 2.13 warns about a second cycle (pytorch#180348)
+        on_trace_ready=write,
+    )
+    profiler.start()
+    return profiler

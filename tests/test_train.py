@@ -1076,8 +1076,6 @@ def test_profile_writes_a_trace_of_a_few_steps(run, sums, tmp_path):
     trace = json.loads((tmp_path / "trace.json").read_text())
     steps = {e["name"] for e in trace["traceEvents"] if e["name"].startswith("ProfilerStep")}
     assert len(steps) == 3
-    shown = train(run, tmp_path, sums, "--profile=True", "--max_iters=7")
-    assert "note: --profile writes its trace after 8 iterations, but this run has 7" in shown
 
 
 @pytest.mark.parametrize("kind", ["selective", "block"])
