@@ -3,9 +3,9 @@
 Every script calls `start_script()` first, before it imports torch.
 """
 
+import contextlib
 import gc
 import os
-import re
 import signal
 import sys
 import warnings
@@ -44,7 +44,12 @@ def start_script() -> None:
     needed. CUDA reads the variable that enables them only once, at startup. A value set by the user
     stays. Until configure() installs its handlers, Ctrl-C ends the script silently.
     """
-    require_new_torch()
+    with contextlib.suppress(metadata.PackageNotFoundError, ValueError):
+        version = metadata.version("torch")  # without importing it
+        if tuple(map(int, version.split(".")[:2])) < MIN_TORCH:
+            raise SystemExit(
+                f"error: torch {version} is too old: pip install --upgrade 'torch>=2.11'"
+            )
     if not any(name in os.environ for name in ALLOCATOR_VARIABLES):
         os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
     open_closed_streams()
@@ -54,20 +59,6 @@ def start_script() -> None:
     warnings.simplefilter("ignore", FutureWarning)  # torch's warnings about its own code
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-
-
-def require_new_torch() -> None:
-    """Exit if torch is too old. Reads its version without importing it."""
-    try:
-        version = metadata.version("torch")
-    except metadata.PackageNotFoundError:
-        return
-    found = re.match(r"(\d+)\.(\d+)", version)
-    if found and tuple(map(int, found.groups())) < MIN_TORCH:
-        needed = ".".join(map(str, MIN_TORCH))
-        raise SystemExit(
-            f"error: torch {version} is too old: pip install --upgrade 'torch>={needed}'"
-        )
 
 
 def open_closed_streams() -> None:
