@@ -182,47 +182,39 @@ def write_parts(
 def write_sums(path: Path, sums: list[list[tuple[int, int]]]) -> None:
     """Write the checksums of the tensors' data into the directory of the zip archive `path`. `sums`
     has the checksum and size of each process's piece of each tensor."""
-    with zipfile.ZipFile(path) as archive:
-        directory, parts = archive.start_dir, [part.filename for part in archive.infolist()]
-    with open(path, "rb+") as file:
-        for name in parts:
-            file.seek(directory)
-            header = file.read(46)
-            name_length, extra, comment = (
-                int.from_bytes(header[i : i + 2], "little") for i in (28, 30, 32)
-            )
-            if number := re.search(r"/data/(\d+)$", name):
-                total = 0
+    with zipfile.ZipFile(path, "a") as archive:
+        for part in archive.infolist():
+            if number := re.search(r"/data/(\d+)$", part.filename):
+                part.CRC = 0
                 for process in sums:
-                    total = combined_crc(total, *process[int(number[1])])
-                file.seek(directory + 16)
-                file.write(total.to_bytes(4, "little"))
-            directory += 46 + name_length + extra + comment
+                    part.CRC = combined_crc(part.CRC, *process[int(number[1])])
+        archive.comment = b""  # marks the directory as changed: closing writes it again
+    with open(path, "rb+") as file:
         sync_to_disk(file)
 
 
 def combined_crc(first: int, second: int, n_bytes: int) -> int:
     """Combine the CRC-32s of two consecutive pieces of data, where the second has `n_bytes` (the
     method of zlib's crc32_combine)."""
-    for k in range((8 * n_bytes).bit_length()):
-        if first and 8 * n_bytes >> k & 1:
-            first = times(appending_zeros(k), first)
-    return first ^ second
+    return times(power_of_x(8 * n_bytes), first) ^ second if first else second
 
 
 @cache
-def appending_zeros(k: int) -> list[int]:
-    """The GF(2) matrix that updates a CRC-32 as if 2**k zero bits were appended to the data."""
-    if k == 0:
-        return [0xEDB88320] + [1 << i for i in range(31)]
-    return [times(appending_zeros(k - 1), row) for row in appending_zeros(k - 1)]
+def power_of_x(n: int) -> int:
+    """x**n modulo the polynomial of CRC-32, whose first coefficient is the lowest bit."""
+    if n < 2:
+        return 1 << 31 - n
+    half = power_of_x(n // 2)
+    return times(times(half, half), power_of_x(n % 2))
 
 
-def times(matrix: list[int], vector: int) -> int:
-    total = 0
-    for i, row in enumerate(matrix):
-        total ^= row if vector >> i & 1 else 0
-    return total
+def times(a: int, b: int) -> int:
+    """The product of two such polynomials."""
+    product = 0
+    for i in range(31, -1, -1):
+        product ^= b if a >> i & 1 else 0
+        b = b >> 1 ^ (0xEDB88320 if b & 1 else 0)
+    return product
 
 
 def parameter_names(model: nn.Module | dict[str, Tensor] | None) -> list[str]:
