@@ -235,19 +235,15 @@ def check_sums(path: Path, first: int = 0, step: int = 1) -> None:
     `path` match its checksum. torch.load itself does not check: a flipped bit becomes a wrong
     weight. It maps the file's raw bytes, so a compressed part would give wrong weights too (F81).
     With several processes, each checks every `step`-th part, starting at its `first`."""
-    with open(path, "rb") as file:  # given a path, is_zipfile hides a PermissionError
-        if not zipfile.is_zipfile(file):
-            raise zipfile.BadZipFile("not a complete zip archive")
-        with zipfile.ZipFile(file) as archive:
-            parts = archive.infolist()
-            for part in parts:
-                archive.open(part).close()  # raises unless its name here is the directory's
-        if len({part.filename for part in parts}) < len(parts):
-            raise zipfile.BadZipFile("two parts have the same name")
-    reader = torch._C.PyTorchFileReader(str(path))
-    ends = 0
+    with zipfile.ZipFile(path) as archive:
+        parts = archive.infolist()
+        for part in parts:
+            archive.open(part).close()  # raises unless its name here is the directory's
+    if len({part.filename for part in parts}) < len(parts):
+        raise zipfile.BadZipFile("two parts have the same name")
+    reader, ends = torch._C.PyTorchFileReader(str(path)), 0
     for part in sorted(parts, key=lambda part: part.header_offset):
-        if part.header_offset < ends:
+        if part.header_offset < ends:  # newer versions of Python also check this
             raise zipfile.BadZipFile(f"{part.filename} overlaps another part")
         ends = part.header_offset + part.compress_size
 

@@ -113,7 +113,7 @@ def test_foreign_and_missing_checkpoints_are_named(tmp_path):
     with pytest.raises(ValueError, match="not a steadyGPT checkpoint of format 1 .found list"):
         checkpoint.load(path)
     path.write_text("hello")
-    with pytest.raises(ValueError, match="damaged or not a checkpoint: not a complete zip"):
+    with pytest.raises(ValueError, match="damaged or not a checkpoint: File is not a zip"):
         checkpoint.load(path)
 
 
