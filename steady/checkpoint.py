@@ -15,7 +15,6 @@ import pickle
 import re
 import reprlib
 import secrets
-import shlex
 import time
 import zipfile
 import zlib
@@ -38,7 +37,6 @@ from steady.folder import (
     CANNOT,
     FILES,
     hold_lock,
-    last_archived,
     replace_file,
     require_file,
     sync_to_disk,
@@ -381,49 +379,37 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def load(path: Path, kinds: dict[str, type] = WEIGHTS_ONLY) -> dict[str, Any]:
-    """`read` a checkpoint and check that it has all keys of `kinds`.
-
-    Raises UserError, which lists the other checkpoints that can be used instead.
-    """
+    """`read` a checkpoint. Raises UserError unless it has all keys of `kinds`, of these types."""
     try:
         content = {"pretrained": None, "data_ids": {}} | read(path)
-        for key, kind in kinds.items():
-            value = content.get(key)
-            bad = kind is int and type(value) is int and not 0 <= value < 2**62
-            if type(value) is not kind or bad or value != value:
-                found = f"is {reprlib.repr(value)}" if key in content else "is missing"
-                raise UserError(f"{path} is incomplete: {key} {found} (expected {kind.__name__})")
-        metadata = content["pretrained"]
-        if "pretrained_dtype" in content:  # checkpoints from before 2026-11-25
-            dtype = content["pretrained_dtype"]
-            metadata = {"dtype": dtype} if isinstance(dtype, str) else dtype
-            content["pretrained"] = metadata
-        if metadata is not None:
-            check_metadata(metadata, f"{path}, pretrained")
-        check_meta(content["tokenizer"], f"{path}, tokenizer")
     except UserError as error:
-        raise UserError(f"{error}{intact_alternatives(path)}") from None
+        raise UserError(f"{error}{other_checkpoints(path)}") from None
+    for key, kind in kinds.items():
+        value = content.get(key)
+        bad = kind is int and type(value) is int and not 0 <= value < 2**62
+        if type(value) is not kind or bad or value != value:
+            found = f"is {reprlib.repr(value)}" if key in content else "is missing"
+            raise UserError(f"{path} is incomplete: {key} {found} (expected {kind.__name__})")
+    if content["pretrained"] is not None:
+        check_metadata(content["pretrained"], f"{path}, pretrained")
+    check_meta(content["tokenizer"], f"{path}, tokenizer")
     return content
 
 
 def check_metadata(metadata: Any, source: str) -> None:
     """Raises UserError unless it has the form of `Pretrained.metadata` (convert.py)."""
-    kinds = {name: dict for name in ("config", "generation_config", "tokenizer_config",
-                                     "special_tokens_map", TEMPLATES)}  # fmt: skip
-    good = isinstance(metadata, dict) and all(
-        isinstance(value, kinds.get(key, str)) for key, value in metadata.items()
-    )
-    good = good and all(
-        re.fullmatch(r"[\w-]+", str(name)) and isinstance(text, str)
-        for name, text in metadata.get(TEMPLATES, {}).items()
-    )
-    if good:
-        try:
-            json.dumps(metadata)
-            longest = metadata.get("config", {}).get("max_position_embeddings", 0)
-            good = type(longest) is int and 0 <= longest < 2**31
-        except (TypeError, ValueError, RecursionError):
-            good = False
+    dicts = ("config", "generation_config", "tokenizer_config", "special_tokens_map", TEMPLATES)
+    try:
+        json.dumps(metadata)
+        longest = metadata.get("config", {}).get("max_position_embeddings", 0)
+        good = (
+            type(longest) is int and 0 <= longest < 2**31
+            and all(isinstance(v, dict if k in dicts else str) for k, v in metadata.items())
+            and all(re.fullmatch(r"[\w-]+", name) for name in metadata.get(TEMPLATES, {}))
+            and all(isinstance(text, str) for text in metadata.get(TEMPLATES, {}).values())
+        )  # fmt: skip
+    except (AttributeError, TypeError, ValueError, RecursionError):
+        good = False
     if not good:
         raise UserError(f"{source} is not what convert.py writes: {reprlib.repr(metadata)}")
     dtype = getattr(torch, str(metadata.get("dtype")), None)
@@ -432,21 +418,11 @@ def check_metadata(metadata: Any, source: str) -> None:
         raise UserError(f"{source} has no floating-point dtype: {found}")
 
 
-def intact_alternatives(path: Path) -> str:
-    """The end of an error message about `path`: the other checkpoints that can be used."""
-    before = last_archived(path.parent)
-    uses = {
-        path.parent / "ckpt.pt": "--ckpt=ckpt.pt",
-        path.parent / "before_decay.pt": "copy it to ckpt.pt to resume from it",
-        path.parent / "best.pt": "weights only: for sample.py and convert.py",
-        before / "ckpt.pt": f"the previous run: --out_dir={shlex.quote(str(before))}",
-    }
-    found = []
-    for other, use in uses.items():
-        if other != path and other.exists():
-            with contextlib.suppress(ValueError, OSError):
-                found.append(f"{other} (iteration {read(other).get('iter_num')}, {use})")
-    return f"; these are intact: {' and '.join(found)}" if found else ""
+def other_checkpoints(path: Path) -> str:
+    """The end of an error message about `path`: the other checkpoints of the run's folder."""
+    names = "ckpt.pt", "before_decay.pt", "best.pt", "previous*/ckpt.pt"
+    found = [str(p) for name in names for p in sorted(path.parent.glob(name)) if p != path]
+    return f"; other checkpoints are {', '.join(found)}" if found else ""
 
 
 def architecture(saved: dict[str, Any], kind: type[GPTConfig], path: Path) -> GPTConfig:

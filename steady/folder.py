@@ -174,11 +174,6 @@ def archives(out_dir: Path) -> list[Path]:
     return [found[n] for n in sorted(found)]
 
 
-def last_archived(out_dir: Path) -> Path:
-    """The newest folder of `archive_previous_run`; `previous` if there is none."""
-    return next(reversed(archives(out_dir)), out_dir / "previous")
-
-
 @contextlib.contextmanager
 def atomic_write(path: Path) -> Iterator[BinaryIO]:
     """A file to write to, which replaces `path` at the end of the `with` block.

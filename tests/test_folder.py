@@ -140,4 +140,3 @@ def test_earlier_run_is_moved_aside_not_overwritten(tmp_path, capsys):
         assert (tmp_path / f"previous-{n}" / "metrics.jsonl").read_text() == f"run {n}"
         assert len(folder.archives(tmp_path)) == 2
     assert (tmp_path / "previous" / "ckpt.pt").read_text() == "old"
-    assert folder.last_archived(tmp_path) == tmp_path / "previous-11"
