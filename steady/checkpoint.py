@@ -41,7 +41,7 @@ from steady.folder import (
     require_file,
     sync_to_disk,
 )
-from steady.optim import decay_start, learning_rate_at, load_state, optimizer_name
+from steady.optim import load_state, optimizer_name
 from steady.output import shown, waiting
 from steady.tokenizer import TEMPLATES, Tokenizer, check_meta, from_meta
 
@@ -590,10 +590,9 @@ class Start(NamedTuple):
         try:
             load_state(optimizer, self.optimizer)
             if scaler.is_enabled() and self.scaler:  # empty after float32: keep the new one
-                expected = scaler.state_dict()
-                if {k: type(v) for k, v in self.scaler.items()} != {
-                    k: type(v) for k, v in expected.items()
-                }:
+                states = self.scaler, scaler.state_dict()
+                found, expected = ({k: type(v) for k, v in s.items()} for s in states)
+                if found != expected:
                     raise UserError(f"scaler must contain {', '.join(expected)}")
                 scaler.load_state_dict(self.scaler)
         except UserError as error:
@@ -623,19 +622,14 @@ def resume(
 
     def decide() -> tuple[float, list[str]]:
         """The best loss so far, and the files in the folder that belong to another run."""
-        best_val_loss, notes = resume_notes(saved, data, config, process.dtype, path)
-        now, stale_files = saved["iter_num"], []
-        is_later = iteration_of(path.with_name("best.pt")) > now
-        if is_later or best_val_loss != saved["best_val_loss"]:
+        print(f"resuming from {path} at iteration {saved['iter_num']}")
+        stale_files = []
+        is_later = iteration_of(path.with_name("best.pt")) > saved["iter_num"]
+        if print_changes(saved, data, config, process.dtype) or is_later:
             stale_files.append("best.pt")
-        if is_later:  # it has replaced the one that had `saved`'s best loss
-            best_val_loss = math.inf
-        if iteration_of(path.with_name("before_decay.pt")) >= now:
+        if iteration_of(path.with_name("before_decay.pt")) >= saved["iter_num"]:
             stale_files.append("before_decay.pt")
-        print(f"resuming from {path} at iteration {now}")
-        for note in notes:
-            print(f"note: {note}")
-        return best_val_loss, stale_files
+        return math.inf if "best.pt" in stale_files else saved["best_val_loss"], stale_files
 
     best_val_loss, stale_files = distributed.on_rank0_first(process, decide)
     return Start(
@@ -652,47 +646,32 @@ def resume(
     )
 
 
-def resume_notes(
-    saved: dict[str, Any], data: DataSet, config: dict[str, Any], dtype: torch.dtype, path: Path
-) -> tuple[float, list[str]]:
-    """The best loss so far for a run that resumes from `saved`, and notes about changes that the
-    user may not have intended."""
+def print_changes(
+    saved: dict[str, Any], data: DataSet, config: dict[str, Any], dtype: torch.dtype
+) -> bool:
+    """Print notes about changes since the checkpoint that the user may not have intended. Returns
+    whether evaluations use other windows, so that the best loss so far does not count."""
     before = config | {
         name: value for name, value in saved["config"].items()
         if type(value) is type(config.get(name))
-        and (type(value) is not float or math.isfinite(value))
     }  # fmt: skip
-    best_val_loss, notes = saved["best_val_loss"], []
     others = [name for name, was in saved["data_ids"].items() if data.ids.get(name) != was]
     if "train.bin" in others:
-        notes.append("train.bin has changed since the checkpoint: the run now trains on other text")
+        print("note: train.bin has changed since the checkpoint: the run trains on other text")
     evaluated, was_evaluated = (c["eval_iters"] * c["batch_size"] for c in (config, before))
-    if "val.bin" in others or evaluated != was_evaluated:
-        best_val_loss = math.inf
-        what = "val.bin has changed since the checkpoint" if "val.bin" in others else (
-            f"evaluations now use {evaluated} sequences (eval_iters x batch_size)"
-        )  # fmt: skip
-        notes.append(f"{what}: the best loss so far is discarded")
-    was, now = (str(d).removeprefix("torch.") for d in (saved.get("dtype", dtype), dtype))
-    if was != now:
-        notes.append(f"the dtype changes from {was} to {now}: --dtype={was} keeps the old one")
+    other_windows = "val.bin" in others or evaluated != was_evaluated
+    if other_windows:
+        print("note: val.bin, or eval_iters x batch_size, has changed since the checkpoint: the "
+              "best loss so far is discarded")  # fmt: skip
+    dtypes = (str(d).removeprefix("torch.") for d in (saved.get("dtype", dtype), dtype))
+    changes = {"dtype": tuple(dtypes), "seed": (before["seed"], config["seed"])}
+    for name, (was, now) in changes.items():
+        if was != now:
+            print(f"note: {name} has changed from {was} to {now}: --{name}={was} keeps the old one")
     if config["max_iters"] <= saved["iter_num"] and not config["eval_only"]:
-        notes.append(
-            f"the checkpoint is at iteration {saved['iter_num']} and max_iters="
-            f"{config['max_iters']}: nothing is left to train, continue with a larger --max_iters"
-        )
-    seed, was_seed = config["seed"], before["seed"]
-    if seed != was_seed:
-        notes.append(f"seed={seed} changes the data order: --seed={was_seed} keeps the old one")
-    rate = learning_rate_at(saved["iter_num"], config)
-    was_rate = learning_rate_at(max(0, saved["iter_num"] - 1), before)  # at the last step
-    start, stable = decay_start(before), path.with_name("before_decay.pt")
-    if start is not None and start < saved["iter_num"] < config["max_iters"] and rate > was_rate:
-        note = f"the learning rate rises from {was_rate:.2e} to {rate:.2e} after its decay began"
-        if 0 <= (n := iteration_of(stable)) <= start:
-            note += f"; {stable} (iteration {n}) is from before the decay"
-        notes.append(note)
-    return best_val_loss, notes
+        print(f"note: the checkpoint is at iteration {saved['iter_num']}: nothing is left to "
+              "train, continue with a larger --max_iters")  # fmt: skip
+    return other_windows
 
 
 def check_same_model(saved: dict[str, Any], current: dict[str, Any], path: Path) -> None:

@@ -3,7 +3,6 @@ import errno
 import os
 import pickle
 import random
-import re
 import shutil
 import sys
 import time

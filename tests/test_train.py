@@ -557,7 +557,7 @@ def test_other_training_text_is_noted_and_half_of_it_refused(run, sums, tmp_path
     tokens = np.fromfile(other / "train.bin", dtype="<u2")
     tokens[::-1].tofile(other / "train.bin")
     shown = train(run, out, other, "--max_iters=6", "--init_from=resume")
-    assert "note: train.bin has changed since the checkpoint: the run now trains" in shown
+    assert "note: train.bin has changed since the checkpoint: the run trains" in shown
     tokens[: len(tokens) // 2].tofile(other / "train.bin")
     message = (
         rf"train.bin has {len(tokens) // 2} tokens, but its meta.json says {len(tokens)}: copy"
@@ -577,7 +577,7 @@ def test_f25_other_data_resets_the_best_loss(run, sums, tmp_path):
     before = checkpoint.load(out / "best.pt")
     shown = train(run, out, other, *arguments, "--max_iters=60")
     after = checkpoint.load(out / "best.pt")
-    assert "note: val.bin has changed since the checkpoint" in shown
+    assert "note: val.bin, or eval_iters x batch_size, has changed since the checkpoint" in shown
     assert after["best_val_loss"] > before["best_val_loss"]
     assert after["best_val_loss"] == min(e["val_loss"] for e in evaluations(out)[-2:])
 
@@ -863,32 +863,28 @@ def test_f25_other_windows_reset_the_best_loss(run, sums, tmp_path):
     train(run, tmp_path, sums, "--max_iters=10", "--eval_interval=10")
     resume = "--init_from=resume", "--max_iters=20", "--eval_interval=10"
     shown = train(run, tmp_path, sums, *resume, "--eval_iters=1")
-    assert "note: evaluations now use 4 sequences (eval_iters x batch_size): the best loss" in shown
+    assert "note: val.bin, or eval_iters x batch_size, has changed" in shown
     only = "--eval_only=True", "--eval_iters=3"
     assert "best so far" not in train(run, tmp_path, sums, *resume, *only)
     same = "--batch_size=2", "--gradient_accumulation_steps=2", "--max_iters=30"
-    assert "note: evaluations" not in train(run, tmp_path, sums, *resume, *same)
+    assert "note: val.bin" not in train(run, tmp_path, sums, *resume, *same)
 
 
 def test_f22_a_run_is_prolonged_from_before_its_decay(run, sums, tmp_path):
-    """Resuming from before_decay.pt gives the same curve as a longer run. Resuming from the end
-    makes the learning rate jump, with a note."""
+    """Resuming from before_decay.pt gives the same curve as a longer run."""
     wsd = "--lr_schedule=wsd", "--decay_fraction=0.5", "--lr_decay_iters=0", "--warmup_iters=0"
     longer = "--init_from=resume", "--max_iters=12"
     train(run, tmp_path / "whole", sums, *wsd, "--max_iters=12")
-    shown = train(run, tmp_path / "parts", sums, *wsd, "--max_iters=8")
-    assert "is from before the decay" not in shown
+    train(run, tmp_path / "parts", sums, *wsd, "--max_iters=8")
     checkpoints = tmp_path / "parts"
     assert checkpoint.load(checkpoints / "before_decay.pt")["iter_num"] == 4
     shutil.copytree(checkpoints, tmp_path / "late")
-    shown = train(run, tmp_path / "late", sums, *wsd, "--init_from=resume", "--max_iters=20")
+    train(run, tmp_path / "late", sums, *wsd, "--init_from=resume", "--max_iters=20")
     stable = tmp_path / "late" / "before_decay.pt"
-    note = "note: the learning rate rises from 1.39e-03 to 1.00e-02 after its decay began"
-    assert f"{note}; {stable} (iteration 4) is from before the decay\n" in shown
     assert checkpoint.load(stable)["iter_num"] == 4  # not 10, where the longer decay begins
     best = (checkpoints / "best.pt").read_bytes()
     shutil.copy(checkpoints / "before_decay.pt", checkpoints / "ckpt.pt")
-    assert "rises" not in train(run, checkpoints, sums, *wsd, *longer)
+    train(run, checkpoints, sums, *wsd, *longer)
     assert checkpoint.load(checkpoints / "before_decay.pt")["iter_num"] == 6  # from the longer run
     assert (checkpoints / "previous" / "best.pt").read_bytes() == best
     assert losses(checkpoints) == losses(tmp_path / "whole")
@@ -898,8 +894,8 @@ def test_f22_a_run_is_prolonged_from_before_its_decay(run, sums, tmp_path):
 
 def test_f22_resuming_in_another_dtype_or_order_prints_a_note(run, sums, tmp_path):
     train(run, tmp_path, sums, "--max_iters=2", "--dtype=float32", "--seed=3")
-    order = "note: seed=4 changes the data order: --seed=3 keeps the old one"
-    note = "note: the dtype changes from float32 to bfloat16: --dtype=float32 keeps the old one"
+    order = "note: seed has changed from 3 to 4: --seed=3 keeps the old one"
+    note = "note: dtype has changed from float32 to bfloat16: --dtype=float32 keeps the old one"
     resume = "--init_from=resume", "--max_iters=3"
     shown = train(run, tmp_path, sums, *resume, "--dtype=float32", "--seed=3")
     assert note not in shown and order not in shown
@@ -934,7 +930,7 @@ def test_f25_a_mistake_that_is_stopped_at_once_changes_no_checkpoint(
     assert (tmp_path / "ckpt.pt").read_bytes() == ckpt
     assert (tmp_path / "previous" / "best.pt").read_bytes() == best
     shown = train(run, tmp_path, sums, *resume, "--learning_rate=3.0")
-    assert "note: evaluations" not in shown and "best so far" not in shown
+    assert "note: val.bin" not in shown and "best so far" not in shown
 
 
 def test_a_best_loss_without_its_weights_is_discarded(run, sums, tmp_path):
@@ -950,7 +946,7 @@ def test_a_best_loss_without_its_weights_is_discarded(run, sums, tmp_path):
     assert "note: moved best.pt to" in shown and "note: the checkpoint" not in shown
     assert checkpoint.load(tmp_path / "best.pt")["iter_num"] == 10  # best since the resume
     shown = train(run, tmp_path, sums, "--max_iters=15", "--init_from=resume")
-    assert "note: the checkpoint is at iteration 15 and max_iters=15: nothing is left" in shown
+    assert "note: the checkpoint is at iteration 15: nothing is left" in shown
 
 
 def test_the_last_evaluation_stays_in_a_run_that_goes_on_without_any(run, sums, tmp_path):
