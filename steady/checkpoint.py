@@ -34,7 +34,6 @@ from steady import UserError, distributed
 from steady.dataloader import DataSet
 from steady.distributed import SINGLE_PROCESS, Process
 from steady.folder import (
-    CANNOT,
     FILES,
     hold_lock,
     replace_file,
@@ -71,7 +70,6 @@ def as_saved(content: dict[str, Any]) -> dict[str, Any]:
 def save(
     path: Path,
     content: dict[str, Any],
-    must_be_finite: Collection[str] | None = None,
     process: Process = SINGLE_PROCESS,
     read_back: bool = True,
 ) -> None:
@@ -79,18 +77,22 @@ def save(
     old file intact.
 
     torch.save first writes the file without the tensors' data. Threads of all processes then write
-    the data, read it back and compare checksums. With fsdp every process writes its own rows, so no
-    process gathers them.
+    the data, read it back and compare checksums. With fsdp on one machine every process writes its
+    own rows, so no process gathers them.
 
-    must_be_finite: the names of the weights to check, by default all parameters of the model.
     process: if there are several, all of them must call this.
     read_back: False takes half the time, for a process that may be killed in 30 s (torchrun's limit
     after SIGTERM). The checksums are then compared only when the file is loaded.
 
     Raises UserError for weights that are not finite, so that they never replace good ones.
     """
-    names = parameter_names(content.get("model")) if must_be_finite is None else must_be_finite
+    names = parameter_names(content.get("model"))
     content = {"format": FORMAT, "launch": distributed.launch_id()} | as_saved(content)
+    if not (process.shards_model and distributed.on_one_machine()):  # the first process writes
+        content = distributed.gather_full(content)
+        if not process.master:
+            return
+        process = SINGLE_PROCESS
     weights = distributed.local_shards([content["model"][name] for name in names])
     finite = are_finite([w for w in weights if isinstance(w, Tensor) and w.is_floating_point()])
     if distributed.gather_objects(process, finite).count(False):
@@ -118,20 +120,13 @@ def save(
         return temporary, [reader.get_record_offset(f"data/{i}") for i in range(len(tensors))]
 
     def on_first(action: Callable[[], Any]) -> Any:
-        result = distributed.all_or_none(process, lambda: process.master and action())
-        return distributed.gather_objects(process, result)[0]
+        return distributed.all_or_none(process, lambda: process.master and action())[0]
 
     try:
         temporary, offsets = on_first(begin)
         write = partial(write_parts, temporary, tensors, offsets, process)
-        try:
-            sums = distributed.gather_objects(process, distributed.all_or_none(process, write))
-            on_first(lambda: write_sums(temporary, sums))
-        except OSError as error:
-            if error.errno not in CANNOT:
-                raise
-            whole = distributed.gather_full(content)  # the file system needs sequential writes
-            on_first(lambda: write_whole(temporary, whole))
+        sums = distributed.all_or_none(process, write)
+        on_first(lambda: write_sums(temporary, sums))
         if read_back:
             check = partial(check_sums, temporary, process.rank, process.world_size)
             distributed.all_or_none(process, check)
@@ -143,12 +138,6 @@ def save(
     finally:
         if process.master:
             temporary.unlink(missing_ok=True)
-
-
-def write_whole(path: Path, content: dict[str, Any]) -> None:
-    with open(path, "wb") as file:
-        torch.save(content, file)
-        sync_to_disk(file)
 
 
 def write_parts(
@@ -275,36 +264,21 @@ def try_save(
     """
     if not overwrite and distributed.any_process(path.exists()):
         return True
-    began, names = time.perf_counter(), parameter_names(content.get("model"))
+    began, failed = time.perf_counter(), False
     distributed.set_timeout(process, 60)  # the others wait while one process writes
-    content = as_saved(content)
-    together = process.shards_model and distributed.on_one_machine()
-    if not together:
-        content = distributed.gather_full(content)
-
-    failed = False
     try:
-        if together or process.master:
-            save(path, content, names, process if together else SINGLE_PROCESS, read_back)
+        save(path, content, process, read_back)
         if process.master:
             size, seconds = path.stat().st_size / 1e6, time.perf_counter() - began
             say(f"saved {path}: {size:,.1f} MB in {seconds:.1f} s")
     except Exception as error:
         kept = " (the last good one is kept)" if path.is_file() else ""
-        say(f"warning: {path} was not saved{kept}: {failure_reason(error)}")
+        reason = str(error).partition("\n")[0]
+        say(f"warning: {path} was not saved{kept}: {reason}")
         failed = True
     failed = distributed.any_process(failed)
     distributed.set_timeout(process)
     return not failed
-
-
-def failure_reason(error: Exception) -> str:
-    """The reason in words. torch's writer reports only an unexpected position; the OSError that led
-    to it has the reason."""
-    found = error
-    while found is not None and not isinstance(found, OSError):
-        found = found.__context__
-    return str(found or error).partition("\n")[0]
 
 
 def load_plain(path: Path) -> Any:

@@ -276,19 +276,19 @@ def on_rank0_first(process: Process, action: Callable[[], Any]) -> Any:
     return result
 
 
-def all_or_none(process: Process, action: Callable[[], Any]) -> Any:
-    """Run `action()` on every process and return its result; if it fails on one, raise on all."""
+def all_or_none(process: Process, action: Callable[[], Any]) -> list[Any]:
+    """Run `action()` on every process and return all results; if it fails on one, raise on all."""
     error, result = None, None
     try:
         result = action()
     except Exception as found:
         error = found
     mine = error and (getattr(error, "errno", None), getattr(error, "strerror", None) or str(error))
-    errors = gather_objects(process, mine)
-    for rank, message in enumerate(errors):
+    results = gather_objects(process, (mine, result))
+    for rank, (message, _) in enumerate(results):
         if message is not None:
             raise error or OSError(message[0], f"rank {rank}: {message[1]}")
-    return result
+    return [result for _, result in results]
 
 
 def gather_objects(process: Process, value: Any) -> list[Any]:

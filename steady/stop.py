@@ -197,8 +197,8 @@ class Saving:
             checkpoint.save(self.path, state)
             return f"saved {self.path} at iteration {state['iter_num']}"
         except Exception as error:
-            reason = f"{type(error).__name__}: {checkpoint.failure_reason(error)}"
-            return f"{self.path} was not saved ({reason})"
+            reason = str(error).partition("\n")[0]
+            return f"{self.path} was not saved ({type(error).__name__}: {reason})"
 
 
 def stop_message(iter_num: int, path: Path) -> str:

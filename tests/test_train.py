@@ -504,11 +504,11 @@ def test_f25_best_validation_loss_stays_the_best(run, tmp_path, always):
 def test_f25_a_best_loss_that_was_not_saved_is_discarded(run, tmp_path, monkeypatch):
     save, refused = checkpoint.save, []
 
-    def full_for_a_while(path, content, *names):
+    def full_for_a_while(path, content, *more):
         if path.name == "best.pt" and 4 <= content["iter_num"] < 8:
             refused.append(content["best_val_loss"])
             raise OSError("No space left on device")
-        save(path, content, *names)
+        save(path, content, *more)
 
     monkeypatch.setattr(checkpoint, "save", full_for_a_while)
     data = overfitting_data(tmp_path / "data")
@@ -523,7 +523,7 @@ def test_f25_a_best_loss_that_was_not_saved_is_discarded(run, tmp_path, monkeypa
 
 
 def test_a_run_whose_last_save_fails_ends_with_an_error(run, sums, tmp_path, monkeypatch):
-    def full(path, content, *names):
+    def full(path, content, *more):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(checkpoint, "save", full)
