@@ -147,11 +147,6 @@ def peak_memory_gib(device: torch.device) -> float | None:
     return torch.cuda.max_memory_allocated(device) / 2**30 if device.type == "cuda" else None
 
 
-def total_memory_gib(device: torch.device) -> float | None:
-    """The memory of the GPU, in GiB; None on other devices."""
-    return torch.cuda.mem_get_info(device)[1] / 2**30 if device.type == "cuda" else None
-
-
 def available_memory_gib(device: torch.device) -> float:
     """Memory that a step can use, in GiB. On a GPU: free memory plus this process's, minus CUDA's
     needs. Else: the free memory of the machine and its container, with swap; infinity if

@@ -9,6 +9,7 @@ import sys
 import textwrap
 import time
 from collections.abc import Iterable
+from datetime import timedelta
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -152,11 +153,7 @@ class RunLog:
             parts.append(f"{memory_gib:6.2f} GiB")
         self.line(" | ".join(parts))
         if self.bar is not None:
-            state = f"loss {loss:.4f}"
-            if memory_gib is not None:
-                total_gib = hardware.total_memory_gib(self.process.device)
-                state += f", {memory_gib:.1f} of {total_gib:.1f} GiB"
-            self.bar.set_postfix_str(state, refresh=False)
+            self.bar.set_postfix_str(f"loss {loss:.4f}", refresh=False)
         self.write(entry)
 
     def sample(self, iter_num: int, text: str) -> None:
@@ -211,9 +208,7 @@ class RunLog:
 
         tokens: the number seen since training began, including the runs that this one resumed.
         """
-        minutes, seconds = divmod(round(time.monotonic() - self.began), 60)
-        hours, minutes = divmod(minutes, 60)
-        taken = f"{hours} h {minutes} min" if hours else f"{minutes} min {seconds} s"
+        taken = timedelta(seconds=round(time.monotonic() - self.began))
         line = f"finished at iteration {iter_num}: {tokens:,} tokens seen, this run took {taken}"
         if math.isfinite(best_val_loss):
             line += f", best val loss {best_val_loss:.4f}"
@@ -259,9 +254,9 @@ def training_clock(entries: list[dict[str, Any]]) -> tuple[list[float], list[int
     """The training time (in seconds) and the tokens before each iteration of a metrics.jsonl.
 
     A step's time does not include evaluation. Some times are misleading and are replaced by the
-    median of the steps that follow: the first three steps, and those after a resume, may include
-    compilation (they take over four times as long as usual); a step after an evaluation seems too
-    short, because the evaluation waited for the previous step's optimizer.
+    median: the first three steps, and those after a resume, may include compilation (they take over
+    four times as long as usual); a step after an evaluation seems too short, because the evaluation
+    waited for the previous step's optimizer.
     """
     ms: list[float] = []
     tokens: list[int] = []
@@ -275,10 +270,6 @@ def training_clock(entries: list[dict[str, Any]]) -> tuple[list[float], list[int
     tokens += (tokens[-1:] or [0]) * missing
     unsure = {0, 1, 2} | {entry["iter"] for entry in entries if "val_loss" in entry}
     usual = statistics.median(ms or [0.0])
-    unsure |= {i for i, value in enumerate(ms) if value > 4 * usual}
-    sure = [None if i in unsure else value for i, value in enumerate(ms)]
-    for i in unsure & set(range(len(ms))):
-        after = [value for value in sure[i : i + 16] if value is not None]
-        ms[i] = statistics.median(after) if after else ms[i]
+    ms = [usual if i in unsure or value > 4 * usual else value for i, value in enumerate(ms)]
     seconds = accumulate((value / 1e3 for value in ms), initial=0.0)
     return list(seconds), list(accumulate(tokens, initial=0))
