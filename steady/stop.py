@@ -131,11 +131,8 @@ class Saving:
 
         skipped: the number of steps in a row skipped for that reason; None if unknown.
         """
-        remedy = "nothing was saved yet: start over with a lower learning_rate"
-        if self.path.exists():
-            remedy = f"{self.path} is kept: resume from it with a lower learning_rate"
-        if iter_num == 0:  # no step has been taken
-            remedy = "the initial weights are damaged: start over with others"
+        kept = f"{self.path} is kept: resume from it" if self.path.exists() else "start over"
+        remedy = f"{kept} with a lower learning_rate"
         if self.process.dtype == torch.float16:
             remedy += ", or with dtype=bfloat16"
         if not all(map(math.isfinite, losses.values())):
@@ -160,27 +157,25 @@ class Saving:
             for frame, _ in traceback.walk_tb(trace)
         )  # in the middle of a step the weights do not match the iteration
         if memory.is_out_of_memory(error):
-            flags, happened = self.less_memory, "out of memory"
+            flags, happened = self.less_memory, "error: out of memory"
             traceback.clear_frames(trace)  # they may hold the memory that saving needs
         elif process.world_size > 1 and is_peer_failure(error):
-            happened = "another process has ended or hangs"
-        rank = "" if process.master else f"rank {process.rank}: "
-        line = ""
-        if not self.enabled:
-            if happened:
-                line = f"error: {happened}" + (f": use {flags}" if flags else "")
-        elif not isinstance(error, Diverged | KeyboardInterrupt | SystemExit):
-            saved, resume = self.save(whole), "there is no checkpoint to resume from"
+            happened = "error: another process has ended or hangs"
+        lines = [happened or "stopped by the error above"]
+        if self.enabled and not isinstance(error, Diverged | KeyboardInterrupt | SystemExit):
+            lines.append(self.save(whole))
             if self.path.is_file():
-                resume = f"to resume: {resume_command(self.path.parent, flags.split())}"
-            line = f"{'error: ' + happened if happened else 'stopped by the error above'}; "
-            line += f"{saved}; {resume}"
+                command = resume_command(self.path.parent, flags.split())
+                lines.append(f"to resume: {command}")
+        elif flags:
+            lines.append(f"use {flags}")
+        rank = "" if process.master else f"rank {process.rank}: "
 
         def report(kind: type[BaseException], error: BaseException, trace: Any) -> None:
             if not happened:
                 one_line_errors(kind, error, trace)
-            if line:
-                print(f"{rank}{line}", file=sys.stderr, flush=True)
+            if happened or len(lines) > 1:
+                print(rank + "; ".join(lines), file=sys.stderr, flush=True)
             if process.world_size > 1:
                 exit_now(1)
 

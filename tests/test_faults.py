@@ -129,7 +129,7 @@ SMALLEST = ["--batch_size=1"]
 @pytest.mark.parametrize(
     ("more", "error", "shown"),
     [
-        ([], "MemoryError()", "error: out of memory: use --batch_size=2"),
+        ([], "MemoryError()", "error: out of memory; use --batch_size=2"),
         (SMALLEST, "MemoryError()", "error: out of memory\n"),
         ([], "KeyError('unforeseen')", ""),
     ],

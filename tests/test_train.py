@@ -713,18 +713,6 @@ os.close(terminal)
     assert steps(tmp_path)[-1]["iter"] == reached - 1
 
 
-def test_f19_a_loss_that_is_not_finite_before_any_step_is_not_the_learning_rates_fault(
-    run, sums, tmp_path, monkeypatch
-):
-    def damaged(model):
-        for parameter in model.parameters():
-            torch.nn.init.constant_(parameter, torch.nan)
-
-    monkeypatch.setattr(model_file.GPT, "init_weights", damaged)
-    with pytest.raises(ValueError, match="the initial weights are damaged"):
-        train(run, tmp_path, sums)
-
-
 def test_a_full_disk_costs_metrics_but_not_the_run(run, sums, tmp_path, monkeypatch):
     calls = []
 
