@@ -18,7 +18,7 @@ import secrets
 import time
 import zipfile
 import zlib
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
 from pathlib import Path
@@ -93,10 +93,9 @@ def save(
         if not process.master:
             return
         process = SINGLE_PROCESS
-    weights = distributed.local_shards([content["model"][name] for name in names])
-    finite = are_finite([w for w in weights if isinstance(w, Tensor) and w.is_floating_point()])
-    if distributed.gather_objects(process, finite).count(False):
-        raise UserError("its weights are not finite")
+    shards = distributed.local_shards([content["model"][name] for name in names])
+    weights = dict(zip(names, shards, strict=True))
+    distributed.all_or_none(process, lambda: check_finite(weights, path))
     records: dict[tuple, tuple[Tensor, Tensor]] = {}  # tensors, and stand-ins without data
     without_data = FakeTensorMode()
 
@@ -209,12 +208,6 @@ def parameter_names(model: nn.Module | dict[str, Tensor] | None) -> list[str]:
     if isinstance(model, nn.Module):
         return [name for name, _ in model.named_parameters()]
     return list(model or ())
-
-
-def are_finite(tensors: Collection[Tensor]) -> bool:
-    """Whether all values are finite: checks the sum of each tensor, with one device sync."""
-    sums = [tensor.sum(dtype=torch.float32) for tensor in tensors]
-    return not sums or bool(torch.stack(sums).isfinite().all())
 
 
 def check_sums(path: Path, first: int = 0, step: int = 1) -> None:
@@ -344,10 +337,9 @@ def read(path: Path) -> dict[str, Any]:
         raise UserError(f"{path} is damaged or not a checkpoint: {reason}") from None
     version = content.get("format") if isinstance(content, dict) else None
     if type(version) is not int or version != FORMAT:
-        found = reprlib.repr(version) if isinstance(content, dict) else type(content).__name__
         raise UserError(
-            f"{path} is not a steadyGPT checkpoint of format {FORMAT} (found {found}); "
-            "nanoGPT checkpoints cannot be resumed, their architecture differs"
+            f"{path} is not a steadyGPT checkpoint of format {FORMAT}; nanoGPT checkpoints cannot "
+            "be resumed, their architecture differs"
         )
     return content
 
@@ -431,8 +423,7 @@ def build(
         expected = model(config)
     check_weights(saved["model"], expected, f"{path} does not fit its own model_config in")
     built = model(config)
-    built.load_state_dict(saved["model"])
-    check_finite(dict(built.named_parameters()), path)
+    load_weights(built, saved["model"], path)
     return built
 
 
@@ -509,12 +500,14 @@ def check_weights(weights: dict[str, Tensor], model: nn.Module, complaint: str) 
 
 
 def check_finite(weights: dict[str, Tensor], path: Path) -> None:
-    """Raises UserError that names a tensor with NaN or infinite values."""
-    floats = {name: tensor for name, tensor in weights.items() if tensor.is_floating_point()}
-    if are_finite(floats.values()):
-        return
-    name = next(name for name, tensor in floats.items() if not are_finite([tensor]))
-    raise UserError(f"{path}: {name} has values that are not finite")
+    """Raises UserError that names a tensor with NaN or infinite values. Checks the sum of each
+    tensor, with one device sync."""
+    names = [n for n, w in weights.items() if isinstance(w, Tensor) and w.is_floating_point()]
+    sums = [weights[name].sum(dtype=torch.float32) for name in names]
+    finite = torch.stack(sums).isfinite().tolist() if sums else []
+    for name, is_finite in zip(names, finite, strict=True):
+        if not is_finite:
+            raise UserError(f"{path}: {name} has values that are not finite")
 
 
 @torch.no_grad()

@@ -47,7 +47,7 @@ def test_f19_weights_that_are_not_finite_replace_no_good_ones(tmp_path, value):
     path = tmp_path / "ckpt.pt"
     checkpoint.save(path, {"model": {"v": torch.ones(3), "w": torch.ones(3)}, "iter_num": 7})
     weights = {"v": torch.ones(3), "w": torch.tensor([1.0, value])}
-    with pytest.raises(ValueError, match="its weights are not finite"):
+    with pytest.raises(ValueError, match="ckpt.pt: w has values that are not finite"):
         checkpoint.save(path, {"model": weights, "iter_num": 8})
     assert checkpoint.read(path)["iter_num"] == 7
 
@@ -102,7 +102,7 @@ def test_foreign_and_missing_checkpoints_are_named(tmp_path):
     with pytest.raises(ValueError, match="not a steadyGPT checkpoint"):
         checkpoint.load(path)
     torch.save([1, 2], path)
-    with pytest.raises(ValueError, match="not a steadyGPT checkpoint of format 1 .found list"):
+    with pytest.raises(ValueError, match="not a steadyGPT checkpoint of format 1;"):
         checkpoint.load(path)
     path.write_text("hello")
     with pytest.raises(ValueError, match="damaged or not a checkpoint: File is not a zip"):
