@@ -131,17 +131,14 @@ def this_process(
     Raises UserError if the variables are incomplete or contradict each other.
     """
     require_torchrun()
-    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
-    found = {name: os.environ[name] for name in names if name in os.environ}
-    try:
-        rank, local_rank, world_size = (
-            int(found.get(name, alone)) for name, alone in zip(names, (0, 0, 1), strict=True)
-        )
-        complete = len(found) in (0, 3) and 0 <= rank < world_size and 0 <= local_rank
-    except ValueError:
-        complete = False
-    if not complete:
-        shown = ", ".join(f"{name}={found.get(name, '(not set)')}" for name in names)
+    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+    found = {name: os.environ.get(name, "(not set)") for name in alone}
+    values = alone if set(found.values()) == {"(not set)"} else found
+    if not all(value.isdecimal() for value in values.values()):
+        values = dict.fromkeys(alone, "0")
+    rank, local_rank, world_size = map(int, values.values())
+    if rank >= world_size:
+        shown = ", ".join(f"{name}={value}" for name, value in found.items())
         raise UserError(
             f"{shown} are incomplete or inconsistent: use torchrun, or unset them for one process"
         )
@@ -171,9 +168,6 @@ def check(process: Process, config: dict[str, Any], cuda_graphs: bool) -> None:
     if steps % world_size:
         below = steps // world_size * world_size
         choices = [str(n) for n in (below, below + world_size) if n]
-        size, rest = divmod(config["batch_size"] * steps, below + world_size)
-        if not rest:
-            choices[-1] += f" (with batch_size={size} for the same global batch)"
         raise UserError(
             f"gradient_accumulation_steps={steps} counts the micro-batches of all {world_size} "
             f"processes, so it must be a multiple of {world_size}: use " + " or ".join(choices)
@@ -302,13 +296,12 @@ def gather_objects(process: Process, value: Any) -> list[Any]:
 
 def launcher() -> list[str]:
     """The first words of the command that started this process."""
-    world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    if world_size == 1:
+    world_size = os.environ.get("WORLD_SIZE", "1")
+    if world_size == "1":
         return ["python"]
-    local = os.environ.get("LOCAL_WORLD_SIZE", str(world_size))
-    if local != str(world_size):
+    if not on_one_machine():
         return ["torchrun", "..."]
-    return ["torchrun", "--standalone", f"--nproc_per_node={local}"]
+    return ["torchrun", "--standalone", f"--nproc_per_node={world_size}"]
 
 
 def stop(process: Process) -> None:
