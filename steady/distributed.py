@@ -13,7 +13,6 @@ import contextlib
 import functools
 import hashlib
 import json
-import math
 import os
 import re
 import secrets
@@ -28,6 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.rendezvous import rendezvous
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from steady import UserError
 from steady.hardware import autocast, choose_device, choose_dtype
@@ -466,10 +466,9 @@ def require_initial_values(model: nn.Module, groups: list[list[nn.Module]]) -> N
     """Raises UserError that names parameters that several groups share, or tensors of a model on
     the meta device that would not get the initial values from the model's code.
 
-    The meta device stores no values. So this builds a two-layer model of the same class three
-    times: twice without fsdp, with two seeds, and once with it. Values that do not depend on the
-    seed must be equal. The others must be drawn by `model.draw`, or have the same mean and
-    standard deviation.
+    The meta device stores no values. So this builds a two-layer model of the same class with and
+    without fsdp. If every random operation starts from the same seed, their order does not matter,
+    and all values must be equal.
     """
     group_of = {id(module): i for i, modules in enumerate(groups[:-1]) for module in modules}
     places = {f"{name}.": group_of[id(module)]
@@ -486,40 +485,28 @@ def require_initial_values(model: nn.Module, groups: list[list[nn.Module]]) -> N
     config = model.config
     if is_dataclass(config) and hasattr(config, "n_layer"):
         config = replace(config, n_layer=min(2, config.n_layer))
-    built = []
-    with torch.random.fork_rng(devices=[]):
-        for seed, device in ((1, "cpu"), (2, "cpu"), (1, "meta")):
-            torch.manual_seed(seed)
-            with torch.device(device):
-                built.append(type(model)(config))
-        for _ in initialized_groups(built[2], fsdp_groups(built[2]), torch.device("cpu")):
+    with torch.random.fork_rng(devices=[]), Reseeded():
+        with torch.device("cpu"):
+            expected = type(model)(config)
+        with torch.device("meta"):
+            found = type(model)(config)
+        for _ in initialized_groups(found, fsdp_groups(found), torch.device("cpu")):
             pass
-    one, other, ours = (
-        dict([*found.named_parameters(), *found.named_buffers()]) for found in built
-    )
-    drawn = getattr(model, "draws", ())
-    unknown = [
-        name for name in ours
-        if not same_initial_values(ours[name], one[name], other[name], name in drawn)
-    ]  # fmt: skip
+    theirs = dict([*expected.named_parameters(), *expected.named_buffers()])
+    ours = [*found.named_parameters(), *found.named_buffers()]
+    unknown = [name for name, tensor in ours if not torch.equal(tensor, theirs[name])]
     if unknown:
         raise UserError(
             f"parallel=fsdp does not know the initial values of {', '.join(unknown[:5])}; {REMEDY}"
         )
 
 
-@torch.no_grad()
-def same_initial_values(found: Tensor, one: Tensor, other: Tensor, drawn: bool) -> bool:
-    """Whether the `found` initial values equal those of `one` seed. Values that depend on the seed
-    and are not `drawn` by the model need only the same mean and standard deviation."""
-    if drawn or torch.equal(one, other):
-        return torch.equal(found, one)
-    if found.shape != one.shape or one.numel() < 2:
-        return found.shape == one.shape
-    both = torch.stack([one, other]).float()
-    tolerance = (0.05 + 5 / math.sqrt(one.numel())) * both.std()
-    means, stds = found.float().mean() - both.mean(), found.float().std() - both.std()
-    return bool(means.abs() <= tolerance and stds.abs() <= tolerance)
+class Reseeded(TorchDispatchMode):
+    """Sets the same seed before every operation."""
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None):
+        torch.default_generator.manual_seed(1)
+        return function(*args, **(kwargs or {}))
 
 
 @torch.no_grad()
