@@ -34,6 +34,7 @@ from steady import UserError, distributed
 from steady.dataloader import DataSet
 from steady.distributed import SINGLE_PROCESS, Process
 from steady.folder import (
+    CANNOT,
     FILES,
     hold_lock,
     replace_file,
@@ -124,8 +125,14 @@ def save(
     try:
         temporary, offsets = on_first(begin)
         write = partial(write_parts, temporary, tensors, offsets, process)
-        sums = distributed.all_or_none(process, write)
-        on_first(lambda: write_sums(temporary, sums))
+        try:
+            sums = distributed.all_or_none(process, write)
+            on_first(lambda: write_sums(temporary, sums))
+        except OSError as error:
+            if error.errno not in CANNOT:
+                raise
+            whole = distributed.gather_full(content)  # the file system needs sequential writes
+            on_first(lambda: write_whole(temporary, whole))
         if read_back:
             check = partial(check_sums, temporary, process.rank, process.world_size)
             distributed.all_or_none(process, check)
@@ -137,6 +144,12 @@ def save(
     finally:
         if process.master:
             temporary.unlink(missing_ok=True)
+
+
+def write_whole(path: Path, content: dict[str, Any]) -> None:
+    with open(path, "wb") as file:
+        torch.save(content, file)
+        sync_to_disk(file)
 
 
 def write_parts(

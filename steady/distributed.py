@@ -153,13 +153,20 @@ def require_torchrun() -> None:
     would train the same run (F77)."""
     in_step = "SLURM_STEP_ID" in os.environ or os.environ.get("SLURM_PROCID", "0") != "0"
     names = (*SLURM_SIZES, *MPI_SIZES) if in_step else MPI_SIZES  # else maybe the batch script
-    number = next((os.environ[name] for name in names if name in os.environ), "1")
-    if "RANK" not in os.environ and number.isdecimal() and int(number) > 1:
-        raise UserError(
-            f"srun or mpirun has started {number} processes of this script, and each would train "
-            f"the same run: start it with torchrun --standalone --nproc_per_node={number} "
-            f"{os.path.basename(sys.argv[0])} ... (several machines: docs/several-gpus.md)"
+    sizes = [os.environ[name] for name in names if os.environ.get(name, "").isdecimal()]
+    number = max(map(int, sizes), default=1)
+    if "RANK" in os.environ or number == 1:
+        return
+    command = f"torchrun --standalone --nproc_per_node={number}"
+    if os.environ.get("SLURM_NNODES", "1") not in ("", "1"):
+        command = (
+            "srun --ntasks-per-node=1 torchrun --nnodes=$SLURM_NNODES --nproc_per_node=GPUS "
+            "--rdzv_backend=c10d --rdzv_id=$SLURM_JOB_ID --rdzv_endpoint=FIRST_NODE:29500"
         )
+    raise UserError(
+        f"srun or mpirun has started {number} processes of this script, and each would train the "
+        f"same run: start it with {command} {os.path.basename(sys.argv[0])} ..."
+    )
 
 
 def check(process: Process, config: dict[str, Any], cuda_graphs: bool) -> None:

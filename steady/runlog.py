@@ -153,7 +153,8 @@ class RunLog:
             parts.append(f"{memory_gib:6.2f} GiB")
         self.line(" | ".join(parts))
         if self.bar is not None:
-            self.bar.set_postfix_str(f"loss {loss:.4f}", refresh=False)
+            memory = f", {memory_gib:.1f} GiB" if memory_gib is not None else ""
+            self.bar.set_postfix_str(f"loss {loss:.4f}{memory}", refresh=False)
         self.write(entry)
 
     def sample(self, iter_num: int, text: str) -> None:

@@ -522,6 +522,15 @@ def test_f25_a_best_loss_that_was_not_saved_is_discarded(run, tmp_path, monkeypa
     assert checkpoint.load(tmp_path / "out" / "ckpt.pt")["best_val_loss"] == min(saved)
 
 
+def test_a_run_whose_last_save_fails_ends_with_an_error(run, sums, tmp_path, monkeypatch):
+    def full(path, content, *more):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(checkpoint, "save", full)
+    with pytest.raises(SystemExit, match="could not save the checkpoint of iteration 5"):
+        train(run, tmp_path, sums, "--max_iters=5", "--eval_interval=2")
+
+
 def test_a_clock_that_stands_still_ends_no_run(run, sums, tmp_path, monkeypatch):
     monkeypatch.setattr(time, "perf_counter", lambda: 1.0)
     assert "finished at iteration 3" in train(run, tmp_path, sums, "--max_iters=3")
@@ -956,16 +965,17 @@ def test_the_end_says_how_much_was_seen_and_where_the_best_is(run, sums, tmp_pat
     assert "960 tokens seen" in shown and "best.pt" in shown
 
 
-def test_the_bar_shows_loss_and_time_left(monkeypatch, tmp_path):
+def test_the_bar_shows_loss_time_left_and_memory(monkeypatch, tmp_path):
     monkeypatch.setattr("sys.stdout.isatty", lambda: True)
     config = {"eval_only": False, "eval_interval": 0, "max_iters": 10, "wandb_log": False}
     log = RunLog(tmp_path, config, 0)
+    monkeypatch.setattr(hardware, "peak_memory_gib", lambda device: 11.66)
     log.start_clock(0, 64, 1000, Process())
     log.step(0, 2.5, 1e-3, 1.0)
     log.progress(1)
     bar = str(log.bar)
     log.close()
-    assert "loss 2.5000" in bar and "1/10 [" in bar and "<" in bar
+    assert "loss 2.5000, 11.7 GiB" in bar and "1/10 [" in bar and "<" in bar
 
 
 def test_graphs_that_were_skipped_are_counted_with_their_reason(monkeypatch):
