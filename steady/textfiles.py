@@ -216,9 +216,7 @@ def checked(text: object, column: str) -> tuple[str, str | None]:
     try:
         text.isascii() or text.encode()
     except UnicodeEncodeError as error:
-        if "\udc80" <= text[error.start] <= "\udcff":  # surrogateescape's form of other bytes
-            return "", f"not UTF-8 (byte 0x{ord(text[error.start]) - 0xDC00:02x})"
-        return "", f"half a character ({error})"
+        return "", f"not UTF-8 ({error})"
     return text, None
 
 

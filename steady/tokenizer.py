@@ -656,7 +656,11 @@ def load_tokenizer(name: str, special_tokens: bool = False) -> Tokenizer:
         folder = find_folder(source, ["*.json"])
         meta = hf_tokenizer_meta(folder)
         if not meta:
-            raise UserError(f"{source} has no tokenizer.json{how_to_make(folder)}")
+            raise UserError(
+                f"{source} has no tokenizer.json: convert an older format with python -c 'from "
+                f'transformers import AutoTokenizer as A; A.from_pretrained("{folder}")'
+                f'.save_pretrained("{folder}")\''
+            )
         if meta["end_of_text"] is None:
             print(
                 f"warning: no file of {source} has an end-of-text token: documents will not be "
@@ -681,16 +685,6 @@ def load_tokenizer(name: str, special_tokens: bool = False) -> Tokenizer:
 def spells_bytes(content: str) -> bool:
     """Whether a tokenizer.json works on bytes, like GPT-2's."""
     return '"ByteLevel"' in json.dumps(json.loads(content).get("pre_tokenizer"))
-
-
-def how_to_make(folder: Path) -> str:
-    """How to make a tokenizer.json from a tokenizer's other files; empty if there are none."""
-    if not any((folder / n).exists() for n in ("tokenizer.model", "vocab.json", "vocab.txt")):
-        return ""
-    return (
-        ", only an older format: convert it with python -c 'from transformers import "
-        f'AutoTokenizer as A; A.from_pretrained("{folder}").save_pretrained("{folder}")\''
-    )
 
 
 def same_tokenizer(one: dict[str, Any], other: dict[str, Any]) -> bool:

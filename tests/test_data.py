@@ -228,7 +228,7 @@ BAD_ROWS = {
     '{"text": null}': "'text' is null, not text",
     '{"text": 7}': "'text' is int, not text",
     '{"text": ' + "[" * 100_000: "not JSON",  # deeper than Python's stack
-    '{"text": "\\ud83d"}': "half a character",
+    '{"text": "\\ud83d"}': "not UTF-8",
 }
 
 

@@ -326,8 +326,8 @@ def test_f63_a_bad_row_of_parquet_is_no_bad_file(run, tmp_path):
     [
         ("a.csv", b"text\ngood\nHello, world\n", "line 3: 2 fields, not 1: check the quotes"),
         ("a.tsv", b"id\ttext\n1\tgood\n2\ta\tb\n", "line 3: 3 fields, not 2"),
-        ("a.csv", b"text\ngood\nna\xefve\n", r"line 3: not UTF-8 \(byte 0xef\)"),
-        ("a.json", b'[{"text": "good"}, {"text": "na\xefve"}]', r"row 2: not UTF-8 \(byte 0xef"),
+        ("a.csv", b"text\ngood\nna\xefve\n", r"line 3: not UTF-8 \(.*udcef"),
+        ("a.json", b'[{"text": "good"}, {"text": "na\xefve"}]', r"row 2: not UTF-8 \(.*udcef"),
     ],
 )
 def test_f63_rows_that_would_lose_text_are_bad_rows(run, tmp_path, name, rows, problem):
@@ -657,7 +657,7 @@ def test_f68_hf_may_name_the_file_itself(tmp_path):
 
 def test_f68_other_kinds_of_tokenizers_and_weights_say_how_to_convert(tmp_path):
     (tmp_path / "tokenizer.model").write_bytes(b"sentencepiece")
-    with pytest.raises(ValueError, match="no tokenizer.json, only an older.*save_pretrained"):
+    with pytest.raises(ValueError, match="no tokenizer.json: convert an older.*save_pretrained"):
         load_tokenizer(f"hf:{tmp_path}")
     folder = qwen(tmp_path / "model")
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
