@@ -1,6 +1,7 @@
 """Printing. Text from files cannot send commands to the terminal. Output that cannot be written (a
 pipe without a reader, a full disk under the log, a closed stdout) never ends a run."""
 
+import contextlib
 import io
 import os
 import sys
@@ -36,19 +37,18 @@ def survive_closed_streams() -> None:
         stream = getattr(sys, name)
         if stream is not getattr(sys, f"__{name}__"):
             continue  # pytest or a notebook has replaced it
-        try:
+        with contextlib.suppress(OSError):
             stream.flush()
-        except OSError:
-            pass
-        raw = io.BufferedWriter(SafeStream(numbers))
+        raw = io.BufferedWriter(SafeStream(*numbers))
         kept = io.TextIOWrapper(raw, stream.encoding, stream.errors, line_buffering=True)
         setattr(sys, name, kept)
 
 
 class SafeStream(io.RawIOBase):
-    """A raw output stream that never fails, see `write`."""
+    """A raw output stream that never fails: it writes to the first file descriptor that works. If
+    none does, the data is lost."""
 
-    def __init__(self, numbers: tuple[int, ...]):
+    def __init__(self, *numbers: int):
         self.numbers = numbers
 
     def writable(self) -> bool:
@@ -61,15 +61,7 @@ class SafeStream(io.RawIOBase):
         return os.isatty(self.numbers[0])
 
     def write(self, data: bytes) -> int:
-        return write(self.numbers, data)
-
-
-def write(numbers: tuple[int, ...], data: bytes) -> int:
-    """Write `data`, or its first part, to the first file descriptor that works. Returns the number
-    of bytes written. If all of them fail, the data is lost."""
-    for number in numbers:
-        try:
-            return os.write(number, data)
-        except OSError:
-            continue
-    return len(data)
+        for number in self.numbers:
+            with contextlib.suppress(OSError):
+                return os.write(number, data)
+        return len(data)

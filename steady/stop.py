@@ -70,7 +70,7 @@ class StopRequest:
             signal.signal(signal.SIGINT, signal.SIG_IGN)
         if self.process.master:  # not print: the signal may have interrupted one
             again = b"; Ctrl-C again stops at once" if typed else b""
-            output.write((1, 2), b"\nstopping and saving" + again + b"\n")
+            output.SafeStream(1, 2).write(b"\nstopping and saving" + again + b"\n")
 
 
 class Saving:
