@@ -118,7 +118,13 @@ def train(data, out, *arguments, cap_gib=0.0, processes=1, cwd=ROOT, **variables
         )
         for rank in range(processes)
     ]  # fmt: skip
-    failed = [process.wait(timeout=400) != 0 for process in running]
+    failed = []
+    for process in running:
+        try:
+            failed.append(process.wait(timeout=400) != 0)
+        except subprocess.TimeoutExpired:  # fails this run's tests, and no other's
+            process.kill()
+            failed.append(True)
     shown = ""
     for output in outputs:
         output.seek(0)
