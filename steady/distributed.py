@@ -142,7 +142,7 @@ def this_process(
         raise UserError(
             f"{shown} are incomplete or inconsistent: use torchrun, or unset them for one process"
         )
-    # several processes would each time a CPU's dtypes, and might choose differently: width=0
+    # width=0: the processors of several machines may differ
     chosen = choose_device(device, local_rank if world_size > 1 else None)
     computed = choose_dtype(dtype, chosen, width if world_size == 1 else 0)
     return Process(rank, local_rank, world_size, parallel, chosen, computed)
