@@ -8,6 +8,7 @@ Shapes: B batch, T tokens, C n_embd, H n_head, K n_kv_head, D head_dim, V vocab_
 """
 
 import math
+import reprlib
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
@@ -43,7 +44,8 @@ class GPTConfig:
             if field.type is float and type(value) is int:
                 continue
             if field.type in (int, float, bool) and type(value) is not field.type:
-                raise UserError(f"{field.name}={value!r} is not of type {field.type.__name__}")
+                kind = field.type.__name__
+                raise UserError(f"{field.name}={reprlib.repr(value)} is not of type {kind}")
         self.n_kv_head = self.n_kv_head or self.n_head
         self.n_hidden = self.n_hidden or math.ceil(8 * self.n_embd / 3 / 64) * 64
         sizes = {"block_size": 2**31 - 1, "vocab_size": 2**32, "n_layer": 10**4, "n_head": 10**6,

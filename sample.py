@@ -64,6 +64,8 @@ if any("\ud800" <= character <= "\udfff" for character in start):  # invalid byt
     raise UserError(f"--start={start!r} is not UTF-8")
 try:
     prompt = encode_prompt(tokenizer, start)
+    if max(prompt, default=0) >= model.config.vocab_size:
+        raise UserError(f"token {max(prompt)} is not among the model's {model.config.vocab_size}")
 except UserError as error:
     raise UserError(f"--start: {error}") from None
 if len(prompt) > model.config.block_size:

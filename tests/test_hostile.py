@@ -78,6 +78,7 @@ FAULTS = {  # F84 and F86: content, and its error message
         "dtype": "float32", "config": {"max_position_embeddings": None}}),
         "is not what convert.py writes"),
     "nested": (lambda: content(iter_num=nested()), "iter_num is \\[\\[\\["),
+    "nested size": (lambda: config(n_layer=nested()), "n_layer=\\[\\[.* is not of type int"),
     "huge": (lambda: content(iter_num=10**30), "iter_num is 1000"),
     "names": (lambda: config(**{ESCAPE: 1}), r"unknown \\x1b\]0;owned\\x07"),
     "many": (lambda: config(**{f"k{i}": 1 for i in range(10**4)}), "unknown k0, k1.*\\.\\.\\."),
@@ -95,6 +96,12 @@ def test_f84_f86_what_a_checkpoint_declares_is_checked_before_it_is_allocated(ru
         assert "best.pt" in str(error.value) and len(str(error.value)) < 1000
         assert "\n" not in str(error.value) and "\x1b" not in str(error.value)
     assert not list(tmp_path.glob("to/*"))
+
+
+def test_a_prompt_with_a_token_that_the_model_does_not_have_is_one_line(run, tmp_path):
+    save(tmp_path / "best.pt", content(tokenizer={"tokenizer": "byte"}))
+    with pytest.raises(ValueError, match="--start: token 120 is not among the model's 64"):
+        run("sample.py", f"--out_dir={tmp_path}", "--start=x", "--device=cpu")
 
 
 def test_f86_weights_that_are_not_finite_are_not_exported(run, tmp_path):
