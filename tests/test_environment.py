@@ -3,7 +3,6 @@
 import contextlib
 import os
 import platform
-import shlex
 import subprocess
 import sys
 from functools import partial
@@ -169,12 +168,6 @@ def test_report_runs_here_and_names_every_part():
     for part in ("PyTorch version:", "Python version:", "GCC version:", "Device:"):
         assert part in shown
     assert shown.splitlines()[-1].startswith("torch.compile: ")
-
-
-def test_a_report_whose_reader_has_seen_enough_ends_silently():
-    command = f"{shlex.quote(sys.executable)} -m steady.environment | head -1"
-    found = subprocess.run(command, shell=True, cwd=ROOT, capture_output=True, text=True)
-    assert found.stdout.startswith("PyTorch version") and not found.stderr
 
 
 def test_f08_the_report_finds_libcuda_before_it_tries_kernels(monkeypatch):
