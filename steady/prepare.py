@@ -18,6 +18,7 @@ import multiprocessing
 import os
 import shlex
 import shutil
+import signal
 import sys
 import threading
 import time
@@ -128,7 +129,7 @@ def write_tokens(
         source = source | {"tokenizer": tokenizer.meta()}
     paths = {split: shards / f"{split}.bin" for split in SPLITS}
     done = source and read_progress(shards, source, width)
-    if not done:
+    if not done or 0 < max_tokens < done["tokens"]["train"]:
         done = {"source": source, "position": [0, 0], "skipped": [], "n_skipped": 0,
                 "tokens": dict.fromkeys(SPLITS, 0), "bytes": dict.fromkeys(SPLITS, 0)}  # fmt: skip
         for path in paths.values():
@@ -192,20 +193,23 @@ def write_tokens(
 
 
 def read_progress(shards: Path, source: Any, width: int) -> dict[str, Any] | None:
-    """The progress of an interrupted run on the same source, or None if there is none or a file is
-    shorter than it says."""
-    done: dict[str, Any] = {}
-    with contextlib.suppress(ValueError):  # a damaged file
+    """The progress of an interrupted run on the same source. None if there is none, if it is not
+    valid, or if a file is shorter than it says."""
+    with contextlib.suppress(ValueError, KeyError, TypeError):  # damaged, or of another version
         done = read_json(shards / "done.json")
-    if done.get("source") != source:
-        if done:
+        if done["source"] != source:
             print("note: starting over: the settings differ from those of the interrupted run")
-        return None
-    for split in SPLITS:
-        path, size = shards / f"{split}.bin", done["tokens"][split] * width
-        if path.is_symlink() or not path.is_file() or path.stat().st_size < size:
             return None
-    return done
+        counts = [done[name][split] for name in ("tokens", "bytes") for split in SPLITS]
+        counts += [*done["position"], done["n_skipped"]]
+        valid = all(type(n) is int and n >= 0 for n in counts) and len(done["position"]) == 2
+        valid = valid and all(type(text) is str for text in done["skipped"])
+        for split in SPLITS:
+            path, size = shards / f"{split}.bin", done["tokens"][split] * width
+            ours = path.is_file() and not path.is_symlink() and path.stat().st_nlink == 1
+            valid = valid and ours and path.stat().st_size >= size
+        return done if valid else None
+    return None
 
 
 @contextlib.contextmanager
@@ -242,11 +246,12 @@ def run_jobs(
 ) -> Iterator[Any]:
     """The results of `work` on every job, in order. Several processes take turns, with at most two
     jobs for each of them in memory."""
+    stopping = multiprocessing.RawValue("b", False)
     if num_proc == 1:
-        start_process(tokenizer)
+        start_process(tokenizer, stopping)
         yield from map(work, jobs)
         return
-    pool = ProcessPoolExecutor(num_proc, initializer=start_process, initargs=(tokenizer,))
+    pool = ProcessPoolExecutor(num_proc, initializer=start_process, initargs=(tokenizer, stopping))
     pending: deque[Any] = deque()
     try:
         for job in jobs:
@@ -261,13 +266,16 @@ def run_jobs(
             "--num_proc; the same command continues where this one stopped"
         ) from None
     finally:
+        stopping.value = True
         pool.shutdown(cancel_futures=True)
 
 
-def start_process(tokenizer: Tokenizer | None) -> None:
-    """Set the tokenizer of `encode_batch`. End a worker when its parent is gone (F80)."""
-    global process_tokenizer
-    process_tokenizer = tokenizer
+def start_process(tokenizer: Tokenizer | None, stopping: Any) -> None:
+    """Set the tokenizer of `encode_batch`, and a flag that ends it early. A worker ends when its
+    parent is gone (F80), and leaves Ctrl-C to it: an exception while it sends a result would leave
+    the parent waiting for the rest."""
+    global process_tokenizer, process_stopping
+    process_tokenizer, process_stopping = tokenizer, stopping
     parent = multiprocessing.parent_process()
 
     def watch() -> None:
@@ -275,6 +283,7 @@ def start_process(tokenizer: Tokenizer | None) -> None:
         os._exit(1)
 
     if parent is not None:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
         threading.Thread(target=watch, daemon=True).start()
 
 
@@ -287,6 +296,8 @@ def encode_batch(
     ids: dict[str, list[Any]] = {split: [np.empty(0, dtype)] for split in SPLITS}
     n_bytes = dict.fromkeys(SPLITS, 0)
     for piece in pieces:
+        if process_stopping.value:
+            break
         problem = piece.problem
         if problem is None:
             try:

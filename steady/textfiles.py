@@ -168,8 +168,9 @@ def text_pieces(
             block = file.read(min(READ_BYTES, stop - position))
             if not block:
                 raise ValueError("it was truncated meanwhile")
-            while position + len(block) == stop < size and file.peek(1)[0] & 0xC0 == 0x80:
-                block, stop = block + file.read(1), stop + 1
+            for _ in range(3):  # the rest of a character
+                if position + len(block) == stop < size and b"\x80" <= file.peek(1)[:1] < b"\xc0":
+                    block, stop = block + file.read(1), stop + 1
             position += len(block)
             yield decoded(path, decoder, block, position - len(block), position == stop)
 
@@ -216,7 +217,7 @@ def checked(text: object, column: str) -> tuple[str, str | None]:
     try:
         text.isascii() or text.encode()
     except UnicodeEncodeError as error:
-        return "", f"not UTF-8 ({error})"
+        return "", f"not UTF-8 at character {error.start + 1}"
     return text, None
 
 
@@ -225,7 +226,8 @@ def csv_rows(path: Path, file: BinaryIO, column: str) -> Iterator[Row]:
     # bytes that are not UTF-8 become surrogates, which make bad rows
     text = io.TextIOWrapper(file, "utf-8-sig", errors="surrogateescape", newline="")
     # strict: otherwise an unclosed quote merges all following rows into one
-    delimiter = "\t" if ".tsv" in path.name.lower() else ","
+    inner = path.with_suffix("") if path.suffix.lower() in PACKED else path
+    delimiter = "\t" if inner.suffix.lower() == ".tsv" else ","
     reader = csv.reader(text, delimiter=delimiter, strict=True)
     header, row = next(reader, []), 0
     require_column(path, column, header)

@@ -390,7 +390,8 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> HFTokenizer:
         show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer)
-    return HFTokenizer(tokenizer.to_str(), end_of_text=0)
+    # as in the data set's tokenizer.json, so that hf:FOLDER gives the same tokenizer
+    return HFTokenizer(tokenizer.to_str(pretty=True), end_of_text=0)
 
 
 # the keys of meta.json that checkpoints keep

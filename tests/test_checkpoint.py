@@ -300,6 +300,13 @@ def weights(iteration):
     }  # fmt: skip
 
 
+def test_a_block_for_many_layers_is_loaded_again(tmp_path):
+    shared = torch.ones(100, 100)
+    saved = weights(1) | {"model": {f"blocks.{i}.weight": shared for i in range(12)}}
+    checkpoint.save(tmp_path / "best.pt", saved)
+    assert len(checkpoint.load(tmp_path / "best.pt")["model"]) == 12
+
+
 def test_a_checkpoint_that_may_not_be_read_is_not_called_damaged(tmp_path, monkeypatch):
     def refuse(path, *arguments, **more):
         raise PermissionError(errno.EACCES, "Permission denied", str(path))
