@@ -21,6 +21,7 @@ import zlib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -379,10 +380,11 @@ def check_metadata(metadata: Any, source: str) -> None:
     """Raises UserError unless it has the form of `Pretrained.metadata` (convert.py)."""
     dicts = ("config", "generation_config", "tokenizer_config", "special_tokens_map", TEMPLATES)
     try:
-        json.dumps(metadata)
+        # JSON, and not lists that contain each other, whose text would never end
+        n_parts = sum(1 for _ in islice(json.JSONEncoder().iterencode(metadata), 10**6))
         longest = metadata.get("config", {}).get("max_position_embeddings", 0)
         good = (
-            type(longest) is int and 0 <= longest < 2**31
+            n_parts < 10**6 and type(longest) is int and 0 <= longest < 2**31
             and all(isinstance(v, dict if k in dicts else str) for k, v in metadata.items())
             and all(re.fullmatch(r"[\w-]+", name) for name in metadata.get(TEMPLATES, {}))
             and all(isinstance(text, str) for text in metadata.get(TEMPLATES, {}).values())

@@ -126,7 +126,8 @@ def generate(
     block_size tokens of a longer prompt. When the context is full, it keeps the newer half.
     """
     size = model.config.block_size
-    serves = cache_is_exact(model, vocab_size or model.config.vocab_size)
+    ids = model.config.vocab_size  # a tokenizer may have more
+    serves = cache_is_exact(model, min(vocab_size or ids, ids))
     if not serves:
         print("note: a KV cache changes this model's output: sampling without one, which is slow",
               file=sys.stderr)  # fmt: skip

@@ -719,10 +719,11 @@ def check_meta(meta: Any, source: str, whole: bool = False) -> None:
     least = len(meta.get("alphabet", "")) or 1
     most = {"byte": 257, "gpt2": 50257, "char": least + 1}.get(meta.get("tokenizer"))
     most = most or len(meta.get("json", "")) or 2**32
-    if not least <= meta.get("vocab_size", least) <= most:
+    size = meta.get("vocab_size", least)
+    if not least <= size <= most:
         raise UserError(
-            f'{source}: "vocab_size" is {meta["vocab_size"]}, but its tokenizer has {least} to '
-            f"{most}: prepare the data set again"
+            f'{source}: "vocab_size" is {size}, but its tokenizer has {least} to {most}: prepare '
+            "the data set again"
         )
 
 

@@ -77,6 +77,11 @@ FAULTS = {  # F84 and F86: content, and its error message
     "context": (lambda: content(pretrained={
         "dtype": "float32", "config": {"max_position_embeddings": None}}),
         "is not what convert.py writes"),
+    "nested metadata": (
+        lambda: content(pretrained={"dtype": "float32", "config": {"a": nested()}}),
+        "is not what convert.py writes"),
+    "alphabet": (lambda: content(tokenizer={"tokenizer": "byte", "alphabet": "".join(
+        map(chr, range(300, 600)))}), "its tokenizer has 300 to 257"),
     "nested": (lambda: content(iter_num=nested()), "iter_num is \\[\\[\\["),
     "nested size": (lambda: config(n_layer=nested()), "n_layer=\\[\\[.* is not of type int"),
     "huge": (lambda: content(iter_num=10**30), "iter_num is 1000"),
@@ -102,6 +107,7 @@ def test_a_prompt_with_a_token_that_the_model_does_not_have_is_one_line(run, tmp
     save(tmp_path / "best.pt", content(tokenizer={"tokenizer": "byte"}))
     with pytest.raises(ValueError, match="--start: token 120 is not among the model's 64"):
         run("sample.py", f"--out_dir={tmp_path}", "--start=x", "--device=cpu")
+    run("sample.py", f"--out_dir={tmp_path}", "--start=!", "--max_new_tokens=40", "--device=cpu")
 
 
 def test_f86_weights_that_are_not_finite_are_not_exported(run, tmp_path):
