@@ -106,7 +106,7 @@ def read_settings(script: str | Path) -> dict[str, Setting]:
         above = takewhile(lambda line: line.startswith("#"), reversed(lines[: node.lineno - 1]))
         for line in above:  # the first line of a comment block names the section
             section = line.lstrip("# ")
-        if name and not name.isupper():  # capitals: a constant of the script
+        if name and not name.isupper() and name[0] != "_":  # capitals: a constant of the script
             comment = lines[node.end_lineno - 1].encode()[node.end_col_offset :].decode()
             settings[name] = Setting(name, default, comment.lstrip("# "), section)
     return settings

@@ -307,6 +307,7 @@ SCRIPTS = {
 def test_help_says_how_the_script_is_called(run, script):
     """The usage line shows the script's path, and config files only if it accepts them."""
     usage, *lines = run(script, "--help").splitlines()
+    assert not any(line.startswith("  --_") for line in lines)  # private names
     takes = {"plot.py": "[OUT_DIR ...] "}.get(script, "")
     if script in ("train.py", "sample.py", "bench.py"):
         takes = "[config/FILE.py ...] "
