@@ -37,6 +37,7 @@ from steady.distributed import SINGLE_PROCESS, Process
 from steady.folder import (
     CANNOT,
     FILES,
+    archives,
     hold_lock,
     replace_file,
     require_file,
@@ -401,8 +402,9 @@ def check_metadata(metadata: Any, source: str) -> None:
 
 def other_checkpoints(path: Path) -> str:
     """The end of an error message about `path`: the other checkpoints of the run's folder."""
-    names = "ckpt.pt", "before_decay.pt", "best.pt", "previous*/ckpt.pt"
-    found = [str(p) for name in names for p in sorted(path.parent.glob(name)) if p != path]
+    others = [path.with_name(name) for name in ("ckpt.pt", "before_decay.pt", "best.pt")]
+    others += [folder / "ckpt.pt" for folder in archives(path.parent)]
+    found = [str(other) for other in others if other != path and other.exists()]
     return f"; other checkpoints are {', '.join(found)}" if found else ""
 
 
