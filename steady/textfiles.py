@@ -94,8 +94,13 @@ def pieces_of(
 
 def kind_of(path: Path) -> str:
     """json, csv, parquet or text."""
+    return KINDS.get(unpacked_suffix(path), "text")
+
+
+def unpacked_suffix(path: Path) -> str:
+    """The file name's suffix without .gz or .zst, in lower case."""
     inner = path.with_suffix("") if path.suffix.lower() in PACKED else path
-    return KINDS.get(inner.suffix.lower(), "text")
+    return inner.suffix.lower()
 
 
 @contextlib.contextmanager
@@ -226,8 +231,7 @@ def csv_rows(path: Path, file: BinaryIO, column: str) -> Iterator[Row]:
     # bytes that are not UTF-8 become surrogates, which make bad rows
     text = io.TextIOWrapper(file, "utf-8-sig", errors="surrogateescape", newline="")
     # strict: otherwise an unclosed quote merges all following rows into one
-    inner = path.with_suffix("") if path.suffix.lower() in PACKED else path
-    delimiter = "\t" if inner.suffix.lower() == ".tsv" else ","
+    delimiter = "\t" if unpacked_suffix(path) == ".tsv" else ","
     reader = csv.reader(text, delimiter=delimiter, strict=True)
     header, row = next(reader, []), 0
     require_column(path, column, header)
