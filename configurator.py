@@ -98,7 +98,9 @@ def read_settings(script: str | Path) -> dict[str, Setting]:
         if not isinstance(node, ast.Assign | ast.AnnAssign):
             continue
         target = node.targets[0] if isinstance(node, ast.Assign) else node.target
-        name = getattr(target, "id", "")
+        name = getattr(target, "id", "_")
+        if name.isupper() or name.startswith("_"):
+            continue  # a constant, or private
         try:
             default = ast.literal_eval(node.value)
         except ValueError:
@@ -106,9 +108,8 @@ def read_settings(script: str | Path) -> dict[str, Setting]:
         above = takewhile(lambda line: line.startswith("#"), reversed(lines[: node.lineno - 1]))
         for line in above:  # the first line of a comment block names the section
             section = line.lstrip("# ")
-        if name and not name.isupper() and name[0] != "_":  # capitals: a constant of the script
-            comment = lines[node.end_lineno - 1].encode()[node.end_col_offset :].decode()
-            settings[name] = Setting(name, default, comment.lstrip("# "), section)
+        comment = lines[node.end_lineno - 1].encode()[node.end_col_offset :].decode()
+        settings[name] = Setting(name, default, comment.lstrip("# "), section)
     return settings
 
 
