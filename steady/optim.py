@@ -341,8 +341,7 @@ def schedule_note(config: dict[str, Any]) -> str | None:
     """A one-line note if the schedule does not fit the run: the learning rate never reaches its
     peak, never reaches min_lr, or reaches it before the run ends. None if it fits."""
     peak, warmup, iterations = (config[k] for k in ("learning_rate", "warmup_iters", "max_iters"))
-    end = config["lr_decay_iters"] if config["decay_lr"] else 0
-    end = end or iterations
+    end = config["decay_lr"] and config["lr_decay_iters"] or iterations
     if not iterations or peak == config["min_lr"] or warmup < end == iterations:
         return None
     last = learning_rate_at(iterations - 1, config)
