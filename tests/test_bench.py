@@ -13,7 +13,9 @@ from conftest import TINY, wait_until
 from steady.dataloader import DataLoader, DataSet, eval_batches
 
 
-def test_bench_times_the_real_training_step_and_turns_compares_checkouts(fork, sums, tmp_path):
+def test_bench_times_the_real_training_step_and_turns_compares_checkouts(
+    fork, sums, tmp_path, checkouts
+):
     arguments = [*TINY, f"--dataset={sums}", "--steps=3", "--warmup_steps=2"]
     process = fork("bench.py", *arguments)
     shown = process.stdout.read()
@@ -23,14 +25,18 @@ def test_bench_times_the_real_training_step_and_turns_compares_checkouts(fork, s
     tokens_per_s = float(values["tokens/s"].replace(",", ""))
     assert 0.5 < tokens_per_s * float(values["ms per step"]) / 1e3 / (4 * 16) < 2
 
+    (tmp_path / "steady").mkdir()
     (tmp_path / "bench.py").write_text(f"print({shown!r})")
-    process = fork("dev/turns.py", f"--folders={tmp_path}", "--rounds=2",
+    nanogpt = checkouts[0].partition("=")[2]
+    process = fork("dev/turns.py", *arguments, f"--folders={tmp_path},{nanogpt}", "--rounds=2",
                    f"--out={tmp_path / 'runs.jsonl'}")  # fmt: skip
     table = process.stdout.read()
     assert process.wait() == 0, table
     runs = [json.loads(line) for line in (tmp_path / "runs.jsonl").read_text().splitlines()]
-    assert [run["folder"] for run in runs] == [str(tmp_path)] * 2 and table.count("\n") == 3
-    assert all(run["tokens/s"] == tokens_per_s and run["device"] == "cpu" for run in runs)
+    assert [run["folder"] for run in runs] == [str(tmp_path), nanogpt] * 2
+    assert table.count("\n") == 5
+    assert [run["tokens/s"] for run in runs] == [tokens_per_s, 4 * 16 / 0.020] * 2
+    assert all(run["device"] == "cpu" for run in runs)
 
 
 def test_bench_passes_on_what_train_says_when_it_fails(fork):
