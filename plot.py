@@ -3,7 +3,7 @@
 python plot.py out-stdlib-char
 python plot.py out-* --x=time --png=comparison.png
 python plot.py out-gpt2 out-bpe --y=bpb
-python plot.py dev/runs/time_to_loss.jsonl --x=time
+python plot.py dev/runs/peers_67m.jsonl --x=time
 
 A run is a folder with metrics.jsonl, or a line in a file from dev/peers.py, which only has
 evaluations.

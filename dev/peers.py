@@ -2,8 +2,8 @@ r"""Measure the time to a given loss: train.py against nanoGPT and nanochat.
 
     git clone https://github.com/karpathy/nanoGPT && git clone https://github.com/karpathy/nanochat
     python dev/peers.py --data=data/openwebtext --nanogpt=nanoGPT --nanochat=nanochat --gpus=2 \
-        --nanogpt_runs=32k:6e-4:67.1M --nanochat_runs="65k:67.1M, 131k:67.1M" \
-        --ours="muon: config/train_gpt2_muon.py --max_iters=1024" --seeds=1337,1338
+        --nanogpt_runs="nanoGPT: 32k:6e-4:67.1M" --nanochat_runs="65k:67.1M, 131k:67.1M" \
+        --ours="muon: config/train_gpt2_muon.py --max_iters=2048" --seeds=1337,1338
     python dev/peers.py --out=runs.jsonl
 
 All train on the same tokens in the same order and evaluate on the same windows. The peers are
@@ -52,10 +52,10 @@ from steady.stop import on_signals
 data = ""  # folder with train.bin (or train.bin.xz), val.bin and meta.json
 size = "124m"  # tiny, 30m, 124m or 350m; the head size is that of the recipe's config file
 nanogpt = ""  # path to a checkout of karpathy/nanoGPT
-nanogpt_runs = ""  # TOKENS_PER_STEP:LEARNING_RATE:TOKENS[:WARMUP_STEPS], separated by commas
+nanogpt_runs = ""  # [NAME: ]TOKENS_PER_STEP:LEARNING_RATE:TOKENS[:WARMUP_STEPS], between commas
 nanochat = ""  # path to a checkout of karpathy/nanochat
-nanochat_runs = ""  # TOKENS_PER_STEP:TOKENS, separated by commas
-ours = ""  # [NAME:] flags and config files of train.py; separate recipes with ";"
+nanochat_runs = ""  # [NAME: ]TOKENS_PER_STEP:TOKENS, separated by commas
+ours = ""  # [NAME: ]flags and config files of train.py; separate recipes with ";"
 seeds = "1337"  # for weights and data order, separated by commas
 out = "peers.jsonl"  # file to append one line per run to
 # setup
@@ -96,8 +96,15 @@ def numbers_of(recipe: str, flag: str, form: str) -> list[float]:
         raise UserError(f"--{flag}: {recipe!r} is not {form}, e.g. {EXAMPLES[flag]}") from None
 
 
-def nanogpt_job(recipe: str) -> dict[str, Any]:
+def name_of(run: str, kind: str = "") -> tuple[str, str]:
+    """Split [NAME: ]RECIPE. Without a name, the recipe after `kind` is the name."""
+    name, _, recipe = run.strip().rpartition(": ")
+    return name.strip() or f"{kind} {recipe}".strip(), recipe
+
+
+def nanogpt_job(run: str) -> dict[str, Any]:
     """Round tokens to whole micro-batches and steps. nanoGPT decays to a tenth, by a cosine."""
+    name, recipe = name_of(run, "nanoGPT")
     form = "TOKENS_PER_STEP:LEARNING_RATE:TOKENS[:WARMUP_STEPS]"
     per_step, rate, total, *warmup = numbers_of(recipe, "nanogpt_runs", form)
     micro_steps = max(1, round(per_step / (micro_batch * block_size)))
@@ -115,11 +122,12 @@ def nanogpt_job(recipe: str) -> dict[str, Any]:
     if hardware() == "cpu":
         flags["dtype"] = "float32"
     flags = [f"--{name}={value}" for name, value in flags.items()]
-    return {"kind": "nanogpt", "recipe": f"nanoGPT {recipe}", "flags": flags, "learning_rate": rate}
+    return {"kind": "nanogpt", "recipe": name, "flags": flags, "learning_rate": rate}
 
 
-def nanochat_job(recipe: str) -> dict[str, Any]:
+def nanochat_job(run: str) -> dict[str, Any]:
     """nanochat derives learning rates, weight decay and schedules from depth and batch size."""
+    name, recipe = name_of(run, "nanochat")
     per_step, total = numbers_of(recipe, "nanochat_runs", "TOKENS_PER_STEP:TOKENS")
     tokens = micro_batch * block_size * max(1, round(per_step / (micro_batch * block_size)))
     layers, width = SHAPES[size]
@@ -131,7 +139,7 @@ def nanochat_job(recipe: str) -> dict[str, Any]:
         "core-metric-every": -1, "sample-every": -1, "device-type": hardware(),
     }  # fmt: skip
     flags = [f"--{name}={value}" for name, value in flags.items()]
-    return {"kind": "nanochat", "recipe": f"nanochat {recipe}", "flags": flags}
+    return {"kind": "nanochat", "recipe": name, "flags": flags}
 
 
 def whole_evaluations(steps: float) -> int:
@@ -143,9 +151,9 @@ def hardware() -> str:
     return "cuda" if torch.cuda.is_available() and device != "cpu" else "cpu"
 
 
-def our_job(recipe: str) -> dict[str, Any]:
-    name, colon, flags = recipe.rpartition(": ")
-    return {"kind": "ours", "recipe": name.strip() if colon else recipe, "flags": flags.split()}
+def our_job(run: str) -> dict[str, Any]:
+    name, flags = name_of(run)
+    return {"kind": "ours", "recipe": name, "flags": flags.split()}
 
 
 def command_of(job: dict[str, Any]) -> list[str]:
@@ -303,9 +311,9 @@ if eval_interval < 1 or eval_windows < 1 or eval_windows % micro_batch:
     )
 if not all(seed.strip().isdecimal() for seed in seeds.split(",")):
     raise UserError(f"--seeds={seeds} must be whole numbers separated by commas")
-jobs = [nanogpt_job(recipe.strip()) for recipe in nanogpt_runs.split(",") if recipe.strip()]
-jobs += [nanochat_job(recipe.strip()) for recipe in nanochat_runs.split(",") if recipe.strip()]
-jobs += [our_job(recipe.strip()) for recipe in ours.split(";") if recipe.strip()]
+jobs = [nanogpt_job(run) for run in nanogpt_runs.split(",") if run.strip()]
+jobs += [nanochat_job(run) for run in nanochat_runs.split(",") if run.strip()]
+jobs += [our_job(run) for run in ours.split(";") if run.strip()]
 commands = [command_of(job) for job in jobs]  # all first, to find wrong flags before training
 if jobs:
     if not (Path(data) / "val.bin").exists():

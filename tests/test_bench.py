@@ -173,7 +173,7 @@ def test_peers_train_on_the_same_windows_in_the_same_order(fork, sums, tmp_path,
     (tmp_path / "train.bin.xz").write_bytes(lzma.compress((sums / "train.bin").read_bytes()))
     process = fork(
         "dev/peers.py", f"--data={tmp_path}", *SMALL, *checkouts, f"--out={tmp_path}/runs.jsonl",
-        "--nanogpt_runs=0.1k:1e-4:0.8k:2", "--nanochat_runs=0.1k:0.6k", "--gpus=2",
+        "--nanogpt_runs=0.1k:1e-4:0.8k:2", "--nanochat_runs=chat: 0.1k:0.6k", "--gpus=2",
         "--ours=wsd: --lr_schedule=wsd --warmup_iters=2 --learning_rate=1e-2 --max_iters=12 "
         "--gradient_accumulation_steps=1",
     )  # fmt: skip
@@ -198,6 +198,7 @@ def test_peers_train_on_the_same_windows_in_the_same_order(fork, sums, tmp_path,
         assert [batch[1] for batch in looked_at[:2]] == evaluated
     assert seen[-1] == ("vocabulary", 13)
     assert "| nanoGPT 0.1k:1e-4:0.8k:2 | 1337 | 128 | 0.0M | 6,400 | 0.0 |" in shown
+    assert "| chat | 1337 | 128 |" in shown
     assert "wsd: " in shown and "of the time of nanoGPT 0.1k:1e-4:0.8k:2" in shown
 
 
