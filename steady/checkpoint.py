@@ -81,7 +81,8 @@ def save(
 
     torch.save first writes the file without the tensors' data. Threads of all processes then write
     the data, read it back and compare checksums. With fsdp on one machine every process writes its
-    own rows, so no process gathers them.
+    own rows, so no process gathers them. On several machines the first process writes everything,
+    and gathers one tensor at a time.
 
     process: if there are several, all of them must call this.
     read_back: False takes half the time, for a process that may be killed in 30 s (torchrun's limit
@@ -91,11 +92,11 @@ def save(
     """
     names = parameter_names(content.get("model"))
     content = {"format": FORMAT, "launch": distributed.launch_id()} | as_saved(content)
-    if not (process.shards_model and distributed.on_one_machine()):  # the first process writes
-        content = distributed.gather_full(content)
+    if not process.shards_model:
         if not process.master:
             return
         process = SINGLE_PROCESS
+    alone = process.world_size > 1 and not distributed.on_one_machine()  # only the first writes
     shards = distributed.local_shards([content["model"][name] for name in names])
     weights = dict(zip(names, shards, strict=True))
     distributed.all_or_none(process, lambda: check_finite(weights, path))
@@ -126,7 +127,9 @@ def save(
 
     try:
         temporary, offsets = on_first(begin)
-        write = partial(write_parts, temporary, tensors, offsets, process)
+        write = partial(
+            write_gathered if alone else write_parts, temporary, tensors, offsets, process
+        )
         try:
             sums = distributed.all_or_none(process, write)
             on_first(lambda: write_sums(temporary, sums))
@@ -135,7 +138,9 @@ def save(
                 raise
             whole = distributed.gather_full(content)  # the file system needs sequential writes
             on_first(lambda: write_whole(temporary, whole))
-        if read_back:
+        if read_back and alone:
+            on_first(lambda: check_sums(temporary))
+        elif read_back:
             check = partial(check_sums, temporary, process.rank, process.world_size)
             distributed.all_or_none(process, check)
         on_first(lambda: replace_file(temporary, path))
@@ -168,16 +173,41 @@ def write_parts(
             first_row, _ = distributed.own_rows(tensor)
         elif not process.master:
             return 0, 0
-        data = part.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
-        with open(path, "rb+") as file:
-            file.seek(offset + first_row * math.prod(part.shape[1:]) * part.element_size())
-            file.write(data)
-        return zlib.crc32(data), len(data)
+        offset += first_row * math.prod(part.shape[1:]) * part.element_size()
+        return write_data(path, part, offset)
 
     with ThreadPoolExecutor(THREADS) as pool:
         parts, name = pool.map(write, tensors, offsets), path.name.rsplit(".", 2)[0]
         quiet = not process.master
         return list(waiting(parts, len(tensors), f"saving {name}", quiet, unit="part"))
+
+
+def write_gathered(
+    path: Path, tensors: list[Tensor], offsets: list[int], process: Process
+) -> list[tuple[int, int]]:
+    """Like `write_parts`, but the first process gathers each tensor in turn and writes it."""
+    sums, failure = [], None
+    for tensor, offset in zip(tensors, offsets, strict=True):
+        whole = tensor.full_tensor() if distributed.is_sharded(tensor) else tensor
+        if process.master and not failure:
+            try:
+                sums.append(write_data(path, whole, offset))
+            except Exception as error:
+                # raised at the end: the others wait for this process (a traceback holds tensors)
+                failure = error.with_traceback(None)
+        del whole
+    if failure:
+        raise failure
+    return sums or [(0, 0)] * len(tensors)
+
+
+def write_data(path: Path, tensor: Tensor, offset: int) -> tuple[int, int]:
+    """Write a tensor's data to its offset in the file `path`. Returns its checksum and size."""
+    data = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
+    with open(path, "rb+") as file:
+        file.seek(offset)
+        file.write(data)
+    return zlib.crc32(data), len(data)
 
 
 def write_sums(path: Path, sums: list[list[tuple[int, int]]]) -> None:

@@ -234,6 +234,50 @@ def test_f79_every_process_builds_and_saves_its_part(launch, alone, run, tmp_pat
     assert not list(out.glob("*.tmp"))
 
 
+SEVERAL_MACHINES = """
+import weakref
+from torch.distributed.tensor import DTensor
+from steady import distributed
+distributed.on_one_machine = lambda: False
+gathering, whole = DTensor.full_tensor, []
+def one_at_a_time(tensor):
+    whole[:] = [found for found in whole if found() is not None]
+    assert not whole, "an earlier tensor is still held"
+    full = gathering(tensor)
+    whole.append(weakref.ref(full))
+    return full
+DTensor.full_tensor = one_at_a_time
+"""
+
+
+def test_f79_on_several_machines_one_process_writes_one_tensor_at_a_time(launch, tmp_path):
+    options = ["--parallel=fsdp", "--max_iters=3"]
+    launch(2, tmp_path, *options, code=PARTS_ONLY + SEVERAL_MACHINES)
+    launch(2, tmp_path / "one", *options)
+    found, expected = (
+        checkpoint.load(out / "ckpt.pt", checkpoint.EVERYTHING)
+        for out in (tmp_path, tmp_path / "one")
+    )
+    torch.testing.assert_close(found["model"], expected["model"], atol=0, rtol=0)
+    torch.testing.assert_close(
+        found["optimizer"]["state"], expected["optimizer"]["state"], atol=0, rtol=0
+    )
+    resumed = ["--parallel=fsdp", "--max_iters=5", "--init_from=resume"]
+    first, _ = launch(2, tmp_path, *resumed, code=FULL_DISK + SEVERAL_MACHINES, fails=[1, 0])
+    assert first.count("was not saved (the last good one is kept): [Errno 28] ") == 3
+    assert checkpoint.load(tmp_path / "ckpt.pt")["iter_num"] == 3
+
+
+FULL_DISK = """
+from steady import checkpoint
+real_write, written = checkpoint.write_data, []
+def full(*arguments):
+    written.append(1)
+    if len(written) >= 3:
+        raise OSError(28, "No space left on device")
+    return real_write(*arguments)
+checkpoint.write_data = full
+"""
 UNREADABLE = """
 import os
 from steady import checkpoint
