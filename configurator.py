@@ -267,7 +267,11 @@ def run_config_file(
     defined = set()  # imported modules, functions and classes are tools, not settings
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import | ast.ImportFrom):
-            defined |= {(alias.asname or alias.name).split(".")[0] for alias in node.names}
+            names = {(alias.asname or alias.name).split(".")[0] for alias in node.names}
+            module = sys.modules.get(getattr(node, "module", None) or "") if "*" in names else None
+            if not (getattr(module, "__file__", None) or "").startswith(folder):
+                names |= vars(module).keys() if module else set()  # such as pi, from math
+            defined |= names
         elif isinstance(node, ast.FunctionDef | ast.ClassDef):
             defined.add(node.name)
     for key, value in namespace.items():

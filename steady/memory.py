@@ -123,9 +123,10 @@ def fit(
         else:
             sizes = sizes[1:]
     else:
+        smaller = "a smaller batch_size (with more gradient_accumulation_steps), "
         raise UserError(
-            "out of memory: use --activation_checkpointing=block, a smaller batch_size (with more "
-            "gradient_accumulation_steps), or a smaller block_size or model"
+            "out of memory: use --activation_checkpointing=block, "
+            f"{smaller if config['batch_size'] > 1 else ''}or a smaller block_size or model"
         )
     size = sizes[0]
     if size != config["batch_size"]:

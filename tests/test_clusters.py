@@ -302,7 +302,7 @@ def test_f78_a_star_import_and_carriage_returns(run, sums, tmp_path):
     (tmp_path / "base.py").write_text(
         "import time\nfrom math import sqrt\nmax_iters = 2\nclass Helper: pass\n"
     )
-    (tmp_path / "star.py").write_bytes(b"from base import *\r\nseed = 8\r\n")
+    (tmp_path / "star.py").write_bytes(b"from math import *\r\nfrom base import *\r\nseed = 8\r\n")
     run("train.py", *TINY, f"{tmp_path / 'star.py'}\r", f"--dataset={sums}\r", "--eval_iters=1\r",
         f"--out_dir={tmp_path / 'out'}\r")  # fmt: skip
     saved = checkpoint.load(tmp_path / "out" / "ckpt.pt")
