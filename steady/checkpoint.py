@@ -80,13 +80,14 @@ def save(
     old file intact.
 
     torch.save first writes the file without the tensors' data. Threads of all processes then write
-    the data, read it back and compare checksums. With fsdp on one machine every process writes its
-    own rows, so no process gathers them. On several machines the first process writes everything,
-    and gathers one tensor at a time.
+    the data, read it back and compare checksums. With fsdp every process writes its own rows, so no
+    process gathers them. If the machines do not share the folder, or if the file system loses what
+    some of them wrote, the first process gathers one tensor at a time and writes it.
 
     process: if there are several, all of them must call this.
     read_back: False takes half the time, for a process that may be killed in 30 s (torchrun's limit
-    after SIGTERM). The checksums are then compared only when the file is loaded.
+    after SIGTERM). The checksums are then compared only when the file is loaded. Files that several
+    machines write are always read back.
 
     Raises UserError for weights that are not finite, so that they never replace good ones.
     """
@@ -96,7 +97,7 @@ def save(
         if not process.master:
             return
         process = SINGLE_PROCESS
-    alone = process.world_size > 1 and not distributed.on_one_machine()  # only the first writes
+    several = process.world_size > 1 and not distributed.on_one_machine()  # machines
     shards = distributed.local_shards([content["model"][name] for name in names])
     weights = dict(zip(names, shards, strict=True))
     distributed.all_or_none(process, lambda: check_finite(weights, path))
@@ -125,24 +126,31 @@ def save(
     def on_first(action: Callable[[], Any]) -> Any:
         return distributed.all_or_none(process, lambda: process.master and action())[0]
 
+    def write(by: Callable[..., list[tuple[int, int]]]) -> None:
+        parts = partial(by, temporary, tensors, offsets, process)
+        sums = distributed.all_or_none(process, parts)
+        on_first(lambda: write_sums(temporary, sums))
+
+    def check(share: Process = process) -> None:
+        check_sums(temporary, share.rank, share.world_size)
+
     try:
         temporary, offsets = on_first(begin)
-        write = partial(
-            write_gathered if alone else write_parts, temporary, tensors, offsets, process
-        )
+        shared = all(distributed.all_or_none(process, temporary.exists))
         try:
-            sums = distributed.all_or_none(process, write)
-            on_first(lambda: write_sums(temporary, sums))
-        except OSError as error:
-            if error.errno not in CANNOT:
+            write(write_parts if shared else write_gathered)
+            if shared and (read_back or several):
+                distributed.all_or_none(process, check)
+        except Exception as error:
+            several, shared = several and shared, False
+            if getattr(error, "errno", None) in CANNOT:  # it needs sequential writes
+                whole = distributed.gather_full(content)
+                on_first(lambda: write_whole(temporary, whole))
+            elif several:
+                write(write_gathered)
+            else:
                 raise
-            whole = distributed.gather_full(content)  # the file system needs sequential writes
-            on_first(lambda: write_whole(temporary, whole))
-        if read_back and alone:
-            on_first(lambda: check_sums(temporary))
-        elif read_back:
-            check = partial(check_sums, temporary, process.rank, process.world_size)
-            distributed.all_or_none(process, check)
+        on_first(lambda: read_back and not shared and check(SINGLE_PROCESS))
         on_first(lambda: replace_file(temporary, path))
     except OSError as error:
         if error.errno and not error.filename:
@@ -179,7 +187,11 @@ def write_parts(
     with ThreadPoolExecutor(THREADS) as pool:
         parts, name = pool.map(write, tensors, offsets), path.name.rsplit(".", 2)[0]
         quiet = not process.master
-        return list(waiting(parts, len(tensors), f"saving {name}", quiet, unit="part"))
+        sums = list(waiting(parts, len(tensors), f"saving {name}", quiet, unit="part"))
+    if not process.master:  # it may be on another machine
+        with open(path, "rb+") as file:
+            sync_to_disk(file)
+    return sums
 
 
 def write_gathered(

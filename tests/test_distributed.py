@@ -235,49 +235,51 @@ def test_f79_every_process_builds_and_saves_its_part(launch, alone, run, tmp_pat
 
 
 SEVERAL_MACHINES = """
-import weakref
+import os, weakref
+from pathlib import Path
 from torch.distributed.tensor import DTensor
-from steady import distributed
+from steady import checkpoint, distributed
 distributed.on_one_machine = lambda: False
-gathering, whole = DTensor.full_tensor, []
+gathering, exists, write_data, whole = DTensor.full_tensor, Path.exists, checkpoint.write_data, []
 def one_at_a_time(tensor):
     whole[:] = [found for found in whole if found() is not None]
     assert not whole, "an earlier tensor is still held"
+    if mode == "shared":
+        raise AssertionError("gathered")
     full = gathering(tensor)
     whole.append(weakref.ref(full))
     return full
-DTensor.full_tensor = one_at_a_time
-"""
-
-
-def test_f79_on_several_machines_one_process_writes_one_tensor_at_a_time(launch, tmp_path):
-    options = ["--parallel=fsdp", "--max_iters=3"]
-    launch(2, tmp_path, *options, code=PARTS_ONLY + SEVERAL_MACHINES)
-    launch(2, tmp_path / "one", *options)
-    found, expected = (
-        checkpoint.load(out / "ckpt.pt", checkpoint.EVERYTHING)
-        for out in (tmp_path, tmp_path / "one")
-    )
-    torch.testing.assert_close(found["model"], expected["model"], atol=0, rtol=0)
-    torch.testing.assert_close(
-        found["optimizer"]["state"], expected["optimizer"]["state"], atol=0, rtol=0
-    )
-    resumed = ["--parallel=fsdp", "--max_iters=5", "--init_from=resume"]
-    first, _ = launch(2, tmp_path, *resumed, code=FULL_DISK + SEVERAL_MACHINES, fails=[1, 0])
-    assert first.count("was not saved (the last good one is kept): [Errno 28] ") == 3
-    assert checkpoint.load(tmp_path / "ckpt.pt")["iter_num"] == 3
-
-
-FULL_DISK = """
-from steady import checkpoint
-real_write, written = checkpoint.write_data, []
-def full(*arguments):
-    written.append(1)
-    if len(written) >= 3:
+def is_here(path):
+    own = mode in ("own folders", "full") and os.environ["RANK"] == "1"
+    return not (own and path.suffix == ".tmp") and exists(path)
+def write(path, tensor, offset):
+    if mode == "full":
         raise OSError(28, "No space left on device")
-    return real_write(*arguments)
-checkpoint.write_data = full
+    kept = write_data(path, tensor, offset)
+    if mode == "lost" and os.environ["RANK"] == "1":  # as if these bytes had not arrived
+        write_data(path, torch.zeros_like(tensor), offset)
+    return kept
+DTensor.full_tensor, Path.exists, checkpoint.write_data = one_at_a_time, is_here, write
 """
+
+
+def test_f79_several_machines_save_parts_or_one_tensor_at_a_time(launch, tmp_path):
+    """With a folder that they share, one that they do not, and one that loses writes."""
+    options, loaded = ["--parallel=fsdp", "--max_iters=3"], {}
+    for mode in ("one machine", "shared", "own folders", "lost"):
+        code = f"mode = {mode!r}\n{PARTS_ONLY}{SEVERAL_MACHINES}" if loaded else ""
+        launch(2, tmp_path / mode, *options, code=code)
+        loaded[mode] = checkpoint.load(tmp_path / mode / "ckpt.pt", checkpoint.EVERYTHING)
+        for state in (lambda saved: saved["model"], lambda saved: saved["optimizer"]["state"]):
+            found, expected = state(loaded[mode]), state(loaded["one machine"])
+            torch.testing.assert_close(found, expected, atol=0, rtol=0)
+    resumed = ["--parallel=fsdp", "--max_iters=5", "--init_from=resume"]
+    code = f"mode = 'full'\n{PARTS_ONLY}{SEVERAL_MACHINES}"
+    first, _ = launch(2, tmp_path / "shared", *resumed, code=code, fails=[1, 0])
+    assert first.count("was not saved (the last good one is kept): [Errno 28] ") == 3
+    assert checkpoint.load(tmp_path / "shared" / "ckpt.pt")["iter_num"] == 3
+
+
 UNREADABLE = """
 import os
 from steady import checkpoint
