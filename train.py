@@ -82,7 +82,7 @@ device = "auto"  # auto, cpu, cuda, cuda:N, mps
 dtype = "auto"  # for matmuls: auto, float32, bfloat16, float16
 compile = True  # torch.compile the model; falls back to eager and says why
 compile_mode = "default"  # default, reduce-overhead, max-autotune, max-autotune-no-cudagraphs
-fp8 = False  # FP8 matmuls in the blocks (NVIDIA Ada or newer; faster if n_embd >= 768)
+fp8 = False  # FP8 matmuls in the blocks (NVIDIA Ada or newer; faster for wide models)
 activation_checkpointing = "none"  # recompute: none, selective (all but attention), block (all)
 parallel = "ddp"  # multi-GPU: ddp, or fsdp to shard a model too large for one GPU
 backend = "auto"  # for torch.distributed: auto, nccl, gloo

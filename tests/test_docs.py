@@ -47,9 +47,11 @@ def all_commands() -> list[tuple[str, str]]:
 def settings_of(script: str) -> set[str]:
     """The settings of one of our scripts."""
     source = (ROOT / script).read_text(encoding="utf-8")
-    if not re.search(r"configure\(|prepare_hub_dataset\(", source):
+    if not re.search(r"configure\(|prepare_hub_dataset\(|read_settings\(", source):
         return set()
     names = set(read_settings(ROOT / script))
+    if script == "dev/turns.py":
+        names |= settings_of("bench.py")
     if script == "bench.py":
         names |= set(read_settings(ROOT / "train.py"))
     if "prepare_hub_dataset" in source:
