@@ -184,7 +184,7 @@ def write_tokens(
         bar.close()
     if done["n_skipped"]:
         print(visible("\n".join(done["skipped"] + ["..."] * (done["n_skipped"] > 10))))
-        print(f"warning: skipped {done['n_skipped']:,} rows without text")
+        print(f"warning: skipped {done['n_skipped']:,} bad rows")
     try:
         complete(folder, tokenizer, paths, tokens, done["bytes"])
     finally:
@@ -560,6 +560,8 @@ def tokenizer_named(name: str, special_tokens: bool) -> Tokenizer:
 
     path = Path(name.removeprefix("run:"))
     meta = checkpoint.load(path if path.is_file() else checkpoint.find(path))["tokenizer"]
+    if special_tokens and meta.get("tokenizer") in ("byte", "char"):
+        raise UserError(f"special_tokens=True: {name} has a {meta['tokenizer']} tokenizer")
     return from_meta(meta | ({"special_tokens": True} if special_tokens else {}))
 
 

@@ -131,8 +131,11 @@ def check_start(path: Path) -> None:
     with reading(path) as (_, file):
         text = decoded(path, decoder, file.read(2**16), 0)
     rows = re.match(r'[ \t]*\[?[ \t]*\{[ \t]*"[^"\n]*"[ \t]*:', text)
-    if kind == "text" and rows and path.suffix.lower() not in (".txt", ".md"):
-        raise UserError(f"{path} holds rows of JSON: name it .jsonl, or .txt to read it as text")
+    if kind == "text" and rows and unpacked_suffix(path) not in (".txt", ".md"):
+        packed = path.suffix if path.suffix.lower() in PACKED else ""
+        raise UserError(
+            f"{path} holds rows of JSON: name it .jsonl{packed}, or .txt{packed} to read it as text"
+        )
 
 
 def decoded(path: Path, decoder: Any, block: bytes, position: int, final: bool = False) -> str:
@@ -240,7 +243,11 @@ def csv_rows(path: Path, file: BinaryIO, column: str) -> Iterator[Row]:
         try:
             fields = next(reader, None)
         except csv.Error as error:
-            raise ValueError(
+            if reader.line_num == begins:
+                yield row, f"line {begins}", "", f"{error}: check the quotes"
+                row += 1
+                continue
+            raise ValueError(  # where the next row begins is not known
                 f"{error} in the row that starts at line {begins}: check the quotes"
             ) from None
         if fields is None:
@@ -257,9 +264,13 @@ def require_column(path: Path, column: str, names: list[str]) -> None:
     """Raises UserError unless one column has that name."""
     if names.count(column) > 1:
         raise UserError(f"{path} has {names.count(column)} columns named {column!r}")
+    if not any(names):
+        raise UserError(f"{path} has no columns: its first line must name them")
     if column not in names:
-        found = shown(", ".join(names) or "{}")
-        raise UserError(f"{path} has no column {column!r}, only {found}: pass --column=NAME")
+        found, remedy = shown(", ".join(names)), "pass --column=NAME"
+        if len(names) == 1 and re.search(r"[;|\t]", names[0]):
+            remedy = "separate columns by commas, or by tabs in a .tsv file"
+        raise UserError(f"{path} has no column {column!r}, only {found}: {remedy}")
 
 
 def parquet_rows(path: Path, file: BinaryIO, column: str) -> Iterator[Row]:

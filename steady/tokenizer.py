@@ -1,5 +1,6 @@
 """Text to token ids and back. `from_meta` rebuilds the tokenizer of a data set or checkpoint."""
 
+import hashlib
 import itertools
 import json
 import re
@@ -47,18 +48,19 @@ def cut_text(
 
     before, after: at least WINDOW characters of the text around it, if it is part of a longer one.
     """
-    text, position = "", PIECE
+    text, start, length = "", 0, PIECE  # text[start:] is left, and a cut is due after `length`
     for chunk in chunks:
-        text += chunk
-        while len(text) >= position + WINDOW:
-            cut = tokenizer.seam(text[position - WINDOW : position + WINDOW])
+        text, start = text[start:] + chunk, 0
+        while len(text) >= start + length + WINDOW:
+            middle = start + length
+            cut = tokenizer.seam(text[middle - WINDOW : middle + WINDOW])
             if cut is None:  # a long word, for example: look for a place after it
-                position += WINDOW
+                length += WINDOW
                 continue
-            cut += position - WINDOW
-            yield before, text[:cut], text[cut : cut + WINDOW]
-            before, text, position = text[cut - WINDOW : cut], text[cut:], PIECE
-    yield before, text, after
+            cut += middle - WINDOW
+            yield before, text[start:cut], text[cut : cut + WINDOW]
+            before, start, length = text[cut - WINDOW : cut], cut, PIECE
+    yield before, text[start:], after
 
 
 def encode_pieces(
@@ -255,9 +257,11 @@ class HFTokenizer:
             self.for_text.encode_special_tokens = True
 
     def encode(self, text: str) -> list[int]:
-        return self.encode_between("", text, "")
+        return self.encoding_of(self.for_text, text).ids
 
     def encode_between(self, before: str, text: str, after: str) -> list[int]:
+        if not before and not after:
+            return self.encode(text)
         ids, starts, _ = self.encode_with_offsets(before + text + after)
         begin, end = len(before), len(before) + len(text)
         first = sum(start < begin for start in starts) if before else 0
@@ -272,7 +276,9 @@ class HFTokenizer:
 
     def encode_prompt(self, text: str) -> list[int]:
         """Like `encode`, but encodes special tokens in the text as tokens."""
-        spelling = self.tokenizer.id_to_token(self.end_of_text) if self.end_of_text else None
+        spelling = (
+            None if self.end_of_text is None else self.tokenizer.id_to_token(self.end_of_text)
+        )
         if spelling and self.end_of_text not in self.added and spelling in text:
             parts = [self.encode_prompt(part) for part in text.split(spelling)]
             return parts[0] + [id for part in parts[1:] for id in (self.end_of_text, *part)]
@@ -330,20 +336,29 @@ class HFTokenizer:
 
 def without_spellings(content: str, ids: set[int]) -> str:
     """A tokenizer.json in which no text encodes to the tokens `ids`. Some models (Unigram,
-    WordLevel) have them in their vocabulary and would match them."""
+    WordLevel) have them in their vocabulary and would match them. Ordinary text among them stays:
+    characters, such as a line feed that ends samples, and what a BPE merges."""
     tokenizer = json.loads(content)
     added, model = tokenizer.get("added_tokens") or [], tokenizer["model"]
-    vocabulary = model.get("vocab")
+    vocabulary, merges = model.get("vocab"), model.get("merges") or []
+    pairs = [tuple(pair.split(" ")) if isinstance(pair, str) else tuple(pair) for pair in merges]
+    merged = {"".join(pair) for pair in pairs}
     if isinstance(vocabulary, dict):
         names = {id: name for name, id in vocabulary.items() if id in ids}
     else:
         names = {id: vocabulary[id][0] for id in ids if id < len(vocabulary or ())}
+    names = {id: name for id, name in names.items() if len(name) > 1 and name not in merged}
     names |= {token["id"]: token["content"] for token in added if token["id"] in ids}
-    hidden = {name: f"\0{id}\0" for id, name in names.items()}  # occurs in no text
+    # no text has these, even if a normalizer drops the NULs
+    hidden = {name: f"\0{hashlib.sha256(f'{id} {content}'.encode()).hexdigest()}\0"
+              for id, name in names.items()}  # fmt: skip
     if isinstance(vocabulary, dict):
         model["vocab"] = {hidden.get(name, name): id for name, id in vocabulary.items()}
     elif vocabulary:
         model["vocab"] = [[hidden.get(name, name), score] for name, score in vocabulary]
+    if merges:  # they may spell an added token
+        kept = [not hidden.keys() & {*pair, "".join(pair)} for pair in pairs]
+        model["merges"] = list(itertools.compress(merges, kept))
     if model.get("unk_token") in hidden:
         model["unk_token"] = hidden[model["unk_token"]]
     for token in added:
@@ -654,13 +669,13 @@ def load_tokenizer(name: str, special_tokens: bool = False) -> Tokenizer:
         source = name[3:]
         if Path(source).name == "tokenizer.json" and Path(source).is_file():
             source = str(Path(source).parent)
-        folder = find_folder(source, ["*.json"])
+        folder = find_folder(source, ["*.json", "tokenizer.model"])
         meta = hf_tokenizer_meta(folder)
         if not meta:
             raise UserError(
-                f"{source} has no tokenizer.json: convert an older format with python -c 'from "
-                f'transformers import AutoTokenizer as A; A.from_pretrained("{folder}")'
-                f'.save_pretrained("{folder}")\''
+                f"{source} has no tokenizer.json: convert an older format with pip install "
+                "transformers sentencepiece, and python -c 'from transformers import AutoTokenizer "
+                f'as A; A.from_pretrained("{folder}").save_pretrained("{folder}")\''
             )
         if meta["end_of_text"] is None:
             print(
@@ -717,13 +732,15 @@ def check_meta(meta: Any, source: str, whole: bool = False) -> None:
             )
             raise UserError(f'{source}: "{key}" {found}: prepare the data set again')
     least = len(meta.get("alphabet", "")) or 1
-    most = {"byte": 257, "gpt2": 50257, "char": least + 1}.get(meta.get("tokenizer"))
+    ends = meta.get("end_of_text") is not None
+    most = {"byte": 257, "gpt2": 50257, "char": least + ends}.get(meta.get("tokenizer"))
     most = most or len(meta.get("json", "")) or 2**32
     size = meta.get("vocab_size", least)
     if not least <= size <= most:
+        sizes = f"{least} to {most}" if least != most else str(least)
         raise UserError(
-            f'{source}: "vocab_size" is {size}, but its tokenizer has {least} to {most}: prepare '
-            "the data set again"
+            f'{source}: "vocab_size" is {size}, but its tokenizer has {sizes} ids: prepare the '
+            "data set again"
         )
 
 

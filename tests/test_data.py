@@ -251,7 +251,7 @@ def test_bad_rows_are_named_by_file_and_line_and_left_out_if_asked(run, tmp_path
     for i, problem in enumerate(BAD_ROWS.values()):
         assert f"{path}, line {4 * i + 5}: {problem}" in shown
     assert f"{path}, line 40: not JSON ('utf-8' codec" in shown
-    assert "warning: skipped 9 rows without text" in shown
+    assert "warning: skipped 9 bad rows" in shown
     text = "".join(ByteTokenizer().decode(read(tmp_path / "out", s)) for s in ("train", "val"))
     assert sorted(text.split("text ")[1:], key=int) == [str(i) for i in range(30)]
 
@@ -531,7 +531,7 @@ def test_a_document_of_the_hub_that_is_no_text_is_left_out_and_named(tmp_path, r
     assert sum(counts) == 299
     shown = capsys.readouterr().out
     assert "document 8 of part 2 of 3: 'text' is null, not text" in shown
-    assert "warning: skipped 1 rows without text" in shown
+    assert "warning: skipped 1 bad rows" in shown
 
 
 @pytest.mark.parametrize("num_proc", [1, 2])

@@ -33,7 +33,7 @@ tokenizer = "gpt2"  # gpt2, char, byte, bpe:SIZE (trained here), hf:PATH_OR_HUB_
 special_tokens = False  # encode special tokens that are spelled out in the text (for chat data)
 val_fraction = 0.1  # fraction held out for validation
 column = "text"  # name of the column with the text
-skip_bad_rows = False  # skip and report rows without text; False: stop at the first
+skip_bad_rows = False  # skip and report bad rows; False: stop at the first
 num_proc = 1  # number of tokenizer processes
 out = ""  # folder to write to; default: data/text
 
