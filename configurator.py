@@ -154,7 +154,8 @@ def configure(
     }
     if {"--help", "-h"} & set(sys.argv[1:]):
         usage = f"usage: python {sys.argv[0]}\n\n{namespace.get('__doc__')}"
-        print(describe(settings, sys.argv[0], positional) if settings else usage)
+        about = (namespace.get("__doc__") or "").partition("\n\n")[0]
+        print(describe(settings, sys.argv[0], positional, about) if settings else usage)
         raise SystemExit(0)
     ignores = read_settings(ignored) if ignored else {}
     config = resolve(settings, sys.argv[1:], ignores, config_files=bool(positional))
@@ -369,11 +370,12 @@ def nearest(key: str, settings: dict[str, Setting]) -> str:
     return f", did you mean {close[0]!r}?" if close else "; --help lists them all"
 
 
-def describe(settings: dict[str, Setting], script: str, positional: str) -> str:
+def describe(settings: dict[str, Setting], script: str, positional: str, about: str = "") -> str:
     """The text of `--help`: every setting with its default and comment, by section."""
     lines = [
         f"usage: python {script} {f'[{positional} ...] ' if positional else ''}[--key=value ...]"
     ]
+    lines += ["", *textwrap.wrap(about, 80)] if about else []
     for section in dict.fromkeys(setting.section for setting in settings.values()):
         lines += ["", section] if section else [""]
         for name, setting in settings.items():

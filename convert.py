@@ -44,7 +44,7 @@ from steady.tokenizer import (
 out_dir = "out"  # folder of the checkpoint
 ckpt = ""  # a file in out_dir; default: best.pt if there is one, else ckpt.pt
 # what to write
-to = ""  # folder to write to
+to = ""  # required: folder to write to
 dtype = "auto"  # float32, bfloat16, float16, or auto: the pretrained model's, else float32
 
 NAMES = {  # theirs: ours

@@ -210,13 +210,13 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layer))
         self.final_norm = RMSNorm(config.n_embd, config.norm_eps)
         self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
-        self.cross_entropy = LinearCrossEntropy()  # F.cross_entropy, in chunks of rows
+        self.cross_entropy = LinearCrossEntropy()  # lm_head and loss, a chunk of rows at a time
         if config.tied_embeddings:
             self.lm_head.weight = self.token_embedding.weight
         for name in ("rope_cos", "rope_sin"):
             self.register_buffer(name, torch.empty(0), persistent=False)
         self.compute_rope_tables()
-        # rewind the RNG: the layers' own init must not affect the weights drawn below
+        # undo the layers' use of the RNG: the weights drawn below depend on the seed alone
         torch.set_rng_state(random_state)
         self.draws: dict[str, tuple[float, int]] = {}  # matrix name: (std, seed)
         self.init_weights()
@@ -232,7 +232,7 @@ class GPT(nn.Module):
                 continue
             reset = type(layer).reset_parameters
             if reset not in (nn.Linear.reset_parameters, nn.Embedding.reset_parameters):
-                continue
+                continue  # it has an init of its own
             if layer.weight._version != 1:  # changed since the layer's own init: keep it
                 continue
             std = residual_std if name.endswith(("o_proj", "down_proj")) else 0.02
@@ -272,7 +272,7 @@ class GPT(nn.Module):
         only the last position's logits (B, 1, V).
         """
         T = tokens.shape[1]
-        positions = slice(T) if cache is None else cache.reserve(T)
+        positions = slice(T) if cache is None else cache.reserve(T)  # the next T
         rope = self.rope_cos[positions], self.rope_sin[positions]  # (T, 1, D) each
         x = self.token_embedding(tokens)  # (B, T, C)
         if compute_dtype(x) == torch.bfloat16:
@@ -291,7 +291,8 @@ class GPT(nn.Module):
         return sum(p.numel() for p in self.parameters())
 
     def flops_per_token(self) -> int:
-        """FLOPs of a training step per token: 6 N + 12 L H D T (PaLM's appendix B).
+        """FLOPs of a training step per token: 6 N + 12 n_layer H D block_size with N parameters
+        (PaLM's appendix B).
 
         By convention, embedding lookups count as zero, and attention as if it were not causal.
         """

@@ -30,7 +30,7 @@ from steady.tokenizer import encode_prompt
 out_dir = "out"  # folder of the checkpoint
 ckpt = ""  # a file in out_dir; default: best.pt if there is one, else ckpt.pt
 # what to sample
-start = "\n"  # the prompt, or FILE:path to read it from
+start = "\n"  # the prompt (default: a line break), or FILE:path to read it from
 num_samples = 10  # samples to draw, as one batch
 max_new_tokens = 500  # new tokens per sample
 temperature = 0.8  # 1: the model's probabilities; lower: less random; 0: always the likeliest

@@ -11,7 +11,7 @@ On Ctrl-C, SIGTERM or a closed terminal a run finishes its step, saves, and prin
 
 import steady
 
-steady.start_script()  # before importing torch: handles CUDA's allocator, Ctrl-C, closed streams
+steady.start_script()  # must come before torch: sets up CUDA's allocator and Ctrl-C
 
 import time
 from collections.abc import Iterable
@@ -34,13 +34,13 @@ from steady.stop import Saving, StopRequest, stop_message
 
 # output and evaluation
 out_dir = "out"  # folder for checkpoints and metrics.jsonl
-init_from = "scratch"  # scratch, resume (out_dir/ckpt.pt), or a model: folder or hub ID
-eval_interval = 2000  # iterations between evaluations and saves; 0: save only at the end
-eval_iters = 200  # batches of batch_size per split; the same sequences every time
+init_from = "scratch"  # scratch, resume (out_dir/ckpt.pt), or a model: a run, HF folder or hub ID
+eval_interval = 2000  # iterations between evaluations; 0: never evaluate, save only at the end
+eval_iters = 200  # batches per split and evaluation, always of the same sequences
 eval_only = False  # evaluate once and exit
 log_interval = 1  # iterations between log lines
 sample_interval = 0  # iterations between printed samples; 0: never
-always_save_checkpoint = True  # at each evaluation and before wsd's decay; False: at a new best
+always_save_checkpoint = True  # False: save only at a new best and at the end
 wandb_log = False  # also log to W&B (WANDB_MODE=offline needs no account)
 wandb_project = "owt"  # W&B project name
 wandb_run_name = "gpt2"  # W&B run name
@@ -67,8 +67,8 @@ optimizer = "adamw"  # adamw, or muon (for the blocks' matrices; learns faster)
 learning_rate = 6e-4  # peak learning rate
 max_iters = 600000  # iterations to train for
 weight_decay = 1e-1  # for matrices and embeddings only
-beta1 = 0.9  # AdamW (also used with Muon): decay of the mean gradient
-beta2 = 0.95  # AdamW (also used with Muon): decay of the mean squared gradient
+beta1 = 0.9  # AdamW (also used with Muon): decay of the gradient's running mean
+beta2 = 0.95  # AdamW (also used with Muon): decay of the squared gradient's mean
 grad_clip = 1.0  # clip the gradient norm to this; 0.0: never
 # learning-rate schedule
 lr_schedule = "cosine"  # cosine, or wsd (warmup, stable, 1-sqrt decay)
@@ -83,7 +83,7 @@ dtype = "auto"  # for matmuls: auto, float32, bfloat16, float16
 compile = True  # torch.compile the model; falls back to eager and says why
 compile_mode = "default"  # default, reduce-overhead, max-autotune, max-autotune-no-cudagraphs
 fp8 = False  # FP8 matmuls in the blocks (NVIDIA Ada or newer; faster for wide models)
-activation_checkpointing = "none"  # recompute: none, selective (all but attention), block (all)
+activation_checkpointing = "none"  # recompute: none, selective (not attention), block (all)
 parallel = "ddp"  # multi-GPU: ddp, or fsdp to shard a model too large for one GPU
 backend = "auto"  # for torch.distributed: auto, nccl, gloo
 profile = False  # trace a few steps to out_dir/trace.json
@@ -92,7 +92,7 @@ config = configure(globals())
 
 # -----------------------------------------------------------------------------
 # this process: rank, device, dtype, how to compile
-process = distributed.this_process(parallel, device, dtype, n_embd)
+process = distributed.this_process(parallel, device, dtype, n_embd)  # dtype=auto: by width
 plan = compiling.plan(compile, compile_mode, process.device)
 distributed.start(process, config, plan.cuda_graphs)
 out_path = Path(config["out_dir"])  # the same on all ranks
@@ -108,26 +108,28 @@ data = DataSet(dataset, vocab_size)
 if verify_data and process.master:
     data.verify()
 requested = GPTConfig.from_settings(config, data.padded_vocab_size)
+# "resume" also if torchrun has restarted this launch
 config["init_from"] = checkpoint.resolve_init_from(init_from, ckpt_path, process)
 if config["init_from"] == "scratch":
     start = checkpoint.Start(requested.settings())
-elif config["init_from"] == "resume":  # asked for, or torchrun restarted this launch
+elif config["init_from"] == "resume":
     start = checkpoint.resume(ckpt_path, requested, data, config, process)
 else:
     start = convert.load_pretrained(init_from, data, block_size, dropout)
 model_config = GPTConfig(**start.model_config)
-config |= {key: size for key, size in start.model_config.items() if key in config}  # as loaded
+# record the architecture of the loaded model
+config |= {key: value for key, value in start.model_config.items() if key in config}
 train_file, val_file = data.open(block_size, model_config.vocab_size)
 
-memory.require_room(config, process)
+memory.require_room(config, process)  # refuse a model that cannot fit
 hardware.prepare(process.device, process.dtype, model_config.n_embd, block_size)
-with process.build_device:  # initialise weights on the device that uses them
-    raw_model = GPT(model_config)  # the plain module: to save, sample and count
+with process.build_device:  # where the model trains; with fsdp the meta device
+    raw_model = GPT(model_config)
 if eval_only:
     raw_model.requires_grad_(False)
 elif fp8:
     use_float8(raw_model, process)
-distributed.shard(raw_model, process)  # parallel=fsdp
+distributed.shard(raw_model, process)  # only with parallel=fsdp
 start.load_weights(raw_model)
 
 # -----------------------------------------------------------------------------
@@ -137,9 +139,9 @@ scaler = torch.amp.GradScaler(process.device.type, enabled=process.dtype == torc
 if not eval_only:
     start.load_optimizer(opt, scaler)
 parameters = [p for p in raw_model.parameters() if p.requires_grad]
-static_gradients = optim.StaticGradients(parameters, plan.cuda_graphs)
+static_gradients = optim.StaticGradients(parameters, plan.cuda_graphs)  # F01
 
-# global batch sizes for training and evaluation; splitting does not change them
+# sequences in an iteration, and in an evaluation of a split; a smaller micro-batch changes neither
 sequences_per_iter = batch_size * gradient_accumulation_steps
 eval_sequences = eval_iters * batch_size
 iter_num, best_val_loss = start.iter_num, start.best_val_loss
@@ -177,26 +179,27 @@ def forward_backward(model: torch.nn.Module, micro_batches: Iterable) -> torch.T
 
 @torch.no_grad()
 def evaluate(model: torch.nn.Module, batches: Iterable) -> torch.Tensor:
-    """Return this process's share of the mean loss over `batches` of (tokens, targets, share).
-    `model` is the same (compiled) model as in training."""
+    """Return this process's part of the mean loss over `batches` of (tokens, targets, weight). The
+    parts of all processes add up to it."""
     total = torch.zeros((), device=process.device)
     model.eval()
-    for tokens, targets, share in batches:
+    for tokens, targets, weight in batches:
         with autocast:
-            total += share * model(tokens, targets)
+            total += weight * model(tokens, targets)
     model.train()
     return total
 
 
 def trial(micro_batch_size: int) -> torch.nn.Module:
-    """Run a step and an evaluation to see if they fit in memory. Returns the model that ran."""
+    """Run forward and backward passes and an evaluation to see if they fit in memory. Returns the
+    model that ran."""
     use_activation_checkpointing(raw_model, activation_checkpointing)
     model = compiling.compile_model(raw_model, plan, process.shards_model, activation_checkpointing)
     tokens = torch.zeros(micro_batch_size, block_size, dtype=torch.int64, device=process.device)
-    targets = torch.zeros_like(tokens)  # a separate tensor: compile sees aliases
+    targets = torch.zeros_like(tokens)  # not `tokens` itself: torch.compile would see that
     buffers = [buffer.clone() for buffer in raw_model.buffers()]
     micro_steps = sequences_per_iter // process.world_size // micro_batch_size
-    # 3 runs: CUDA graphs warm up, record and replay; 2 runs: the second accumulates gradients
+    # CUDA graphs: warm up, record, replay; otherwise the second run accumulates gradients
     runs = 0 if eval_only else 3 if plan.cuda_graphs else min(2, micro_steps)
     try:
         forward_backward(model, [(tokens, targets)] * runs)
@@ -204,7 +207,7 @@ def trial(micro_batch_size: int) -> torch.nn.Module:
             evaluate(model, [(tokens, targets, 1.0)])
     finally:
         opt.zero_grad(set_to_none=not plan.cuda_graphs)
-        for buffer, before in zip(raw_model.buffers(), buffers, strict=True):
+        for buffer, before in zip(raw_model.buffers(), buffers, strict=True):  # undo updates
             buffer.copy_(before)
     return model
 
@@ -219,7 +222,7 @@ def weights() -> dict:
 
 
 def training_state() -> dict:
-    """The content of ckpt.pt: everything needed to resume."""
+    """The content of ckpt.pt: everything needed to resume. Saved as state dicts."""
     return weights() | {
         "optimizer": opt, "scaler": scaler, "sequences": loader.position(iter_num),
         "data_ids": data.ids, "dtype": str(process.dtype),
@@ -239,7 +242,7 @@ trace = start_profiler(out_path, profile and process.master, log.line)
 # -----------------------------------------------------------------------------
 # try a step; if it runs out of memory, use smaller micro-batches (same loss curve)
 fit = memory.fit(trial, config, process, plan)
-model = fit.model  # compiled; for training steps and evaluations
+model = fit.model  # raw_model, whose blocks may be compiled now, or a wrapper with CUDA graphs
 if fit.report:
     log.line(fit.report)
 micro_steps = sequences_per_iter // fit.batch_size // process.world_size  # per process
@@ -248,7 +251,7 @@ loader = DataLoader(train_file, fit.batch_size, sequences_per_iter // fit.batch_
 micro_batches = loader.micro_batches(iter_num)
 
 # -----------------------------------------------------------------------------
-# training loop; on exit, Saving saves what it can
+# training loop; however it ends, Saving saves the state, and only the first process goes on
 log.start_clock(iter_num, sequences_per_iter * block_size, raw_model.flops_per_token(), process)
 skipped = torch.zeros((), device=process.device)  # consecutive steps with non-finite gradients
 stopping = stop_request.stop_requested()
@@ -264,6 +267,7 @@ with saving:
             began, losses = time.perf_counter(), {}
             for name, file in (("train_loss", train_file), ("val_loss", val_file)):
                 batches = eval_batches(file, fit.batch_size, eval_sequences, process)
+                # all processes stop after the same number of batches
                 batches = takewhile(lambda _: not stop_request.stop_requested(), batches)
                 n_batches = eval_sequences / fit.batch_size / process.world_size
                 batches = log.waiting(batches, n_batches, f"evaluating {name}")
@@ -280,6 +284,7 @@ with saving:
                 save(ckpt_path, training_state())
             log.restart_clock(iter_num)  # evaluation is not training time
         if always_save_checkpoint and 0 < iter_num == optim.decay_start(config):
+            # longer runs can continue from here
             save(out_path / "before_decay.pt", training_state(), overwrite=False)
         if sample_interval and iter_num > 0 and iter_num % sample_interval == 0:
             log.sample(iter_num, sample_while_training(raw_model, data, val_file, autocast, seed))
@@ -293,7 +298,7 @@ with saving:
 
         # ---- clip and step ----------------------------------------------------
         scaler.unscale_(opt)
-        grad_norm = optim.clip_gradients(opt, grad_clip)
+        grad_norm = optim.clip_gradients(opt, grad_clip)  # opt skips a step that is not finite
         skipped = (skipped + 1) * ~grad_norm.isfinite()
         stopping = stop_request.stop_requested()
         log_due = stopping or iter_num % log_interval == 0 or iter_num + 1 == max_iters

@@ -1,4 +1,5 @@
-"""GPT-2's shape (124M) on OpenWebText in about an hour on one H100: 1.7 billion tokens, with Muon.
+"""A model of GPT-2's size (124M) on OpenWebText: 1.7 billion tokens with Muon, about an hour on an
+H100.
 
     python data/openwebtext/prepare.py --num_proc=8
     python train.py config/train_openwebtext.py
@@ -8,9 +9,10 @@ Like nanoGPT, it writes to out/, where sample.py looks by default. The learning 
 for the first 60% of the run and then falls to zero. Increase max_iters for a longer run;
 docs/choosing.md explains how to resume from before the decay.
 
-On two H100s, 2,000 iterations on another text took 19 minutes without a spike in the loss. The hour
-follows from that speed (953,000 tokens/s on the two). Runs of 100 iterations ended at 2.65 with
-this learning rate and at 2.81 with 6e-3. docs/choosing.md has starting points for other sizes.
+On two H100s, 2,000 iterations on another text took 19 minutes without a spike in the loss. The
+hour follows from that speed (953,000 tokens/s on the two). On English manuals, runs of 100
+iterations ended at 2.65 with this learning rate and at 2.81 with 6e-3. docs/choosing.md has
+starting points for other sizes.
 """
 
 wandb_run_name = "gpt2-124M-muon"

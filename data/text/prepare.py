@@ -9,9 +9,9 @@ Each text file is a document, and its last tenth is held out for validation. In 
 .json, .csv, .tsv and .parquet files, the `text` of each row is a document, and every tenth row is
 held out. Files ending in .gz or .zst are unpacked. Each document ends with the tokenizer's
 end-of-text token (byte: 256; char: the last id, or none for a single text file). Line endings,
-including CR LF, are kept. Files of any size need little memory, except for JSON lists. If a run is
-interrupted, run the same command again to continue. `**` in a glob does not follow links to
-folders, and each file is read only once.
+including CR LF, are kept (but some tokenizers normalise them). Files of any size need little
+memory, except for JSON lists. If a run is interrupted, run the same command again to continue.
+`**` in a glob does not follow links to folders, and each file is read only once.
 """
 
 import os
@@ -28,7 +28,7 @@ from steady import UserError
 from steady.prepare import FILES, prepare_from_files
 from steady.textfiles import files_matching
 
-input = ""  # a file or glob, or several separated by commas
+input = ""  # required: a file or glob, or several separated by commas
 tokenizer = "gpt2"  # gpt2, char, byte, bpe:SIZE (trained here), hf:PATH_OR_HUB_ID, run:FOLDER
 special_tokens = False  # encode special tokens that are spelled out in the text (for chat data)
 val_fraction = 0.1  # fraction held out for validation
