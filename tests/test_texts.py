@@ -1158,3 +1158,134 @@ def test_f83_a_meta_json_of_something_else_is_not_replaced(tmp_path):
         write_dataset(tmp_path, ByteTokenizer(), {"train": ["abc"], "val": ["abc"]})
     assert (tmp_path / "meta.json").read_text() == '{"mine": 1}'
     assert [p.name for p in tmp_path.iterdir()] == ["meta.json"]
+
+
+# ---- F68: doing what each message says ---------------------------------------------------------
+
+
+def words(n):
+    return "some words and lines\n" * n
+
+
+def foreign_files(folder, prepare, train):
+    (folder / "out").mkdir()
+    (folder / "out" / "train.bin").write_bytes(b"\1" * 99)
+    yield "train.bin exists without a meta.json.*move it, or use another --out"
+    (folder / "out" / "train.bin").rename(folder / "moved")
+
+
+def another_out(folder, prepare, train):
+    yield from foreign_files(folder, prepare, train)
+    prepare["--out"] = str(folder / "other")
+
+
+def a_folder_of_its_own(folder, prepare, train):
+    (folder / "out").mkdir()
+    (folder / "out" / "tokenizer.json").write_text("{}")
+    prepare["--tokenizer"] = "bpe:300"
+    yield "tokenizer.json is not part of a data set: move it, or use another --out"
+    (folder / "out" / "tokenizer.json").rename(folder / "moved")
+
+
+def little_text(folder, prepare, train):
+    (folder / "a.jsonl").write_text('{"text": "some words and lines"}\n' * 3)
+    prepare["--input"] = str(folder / "a.jsonl")
+    yield "the val split of .* would be empty: use more text, or another --val_fraction"
+    prepare["--val_fraction"] = "0.5"
+
+
+def an_unknown_tokenizer(folder, prepare, train):
+    prepare["--tokenizer"] = "characters"
+    yield "unknown tokenizer='characters': use gpt2, byte, .* or for your own text char or bpe:SIZE"
+    prepare["--tokenizer"] = "char"
+
+
+def a_small_bpe(folder, prepare, train):
+    prepare["--tokenizer"] = "bpe:256"
+    yield "bpe:256 must be from 257 .* to 2"
+    prepare["--tokenizer"] = "bpe:257"
+
+
+def a_wrong_suffix(folder, prepare, train):
+    rows = "".join(json.dumps({"text": "some words"}) + "\n" for _ in range(200))
+    (folder / "a.dump").write_text(rows)
+    prepare["--input"] = str(folder / "a.dump")
+    yield "a.dump holds rows of JSON: name it .jsonl, or .txt"
+    (folder / "a.dump").rename(folder / "a.jsonl")
+    prepare["--input"] = str(folder / "a.jsonl")
+
+
+def semicolons(folder, prepare, train):
+    rows = "id;text\n" + "1;some words\n" * 200
+    (folder / "a.csv").write_text(rows)
+    prepare["--input"] = str(folder / "a.csv")
+    yield "no column 'text', only id;text: separate columns by commas, or by tabs in a .tsv file"
+    (folder / "a.tsv").write_text(rows.replace(";", "\t"))
+    prepare["--input"] = str(folder / "a.tsv")
+
+
+def another_column(folder, prepare, train):
+    (folder / "a.csv").write_text("id,body\n" + "1,some words\n" * 200)
+    prepare["--input"] = str(folder / "a.csv")
+    yield "no column 'text', only id, body: pass --column=NAME"
+    prepare["--column"] = "body"
+
+
+def another_encoding(folder, prepare, train):
+    (folder / "a.txt").write_bytes(words(200).encode("utf-16"))
+    yield "as UTF-8 text: .* convert other encodings with iconv"
+    subprocess.run(["iconv", "-f", "UTF-16", "-t", "UTF-8", folder / "a.txt", "-o",
+                    folder / "b.txt"], check=True)  # fmt: skip
+    prepare["--input"] = str(folder / "b.txt")
+
+
+@pytest.mark.parametrize("case", [
+    foreign_files, another_out, a_folder_of_its_own, little_text,
+    an_unknown_tokenizer, a_small_bpe, a_wrong_suffix, semicolons, another_column, another_encoding,
+], ids=lambda case: case.__name__)  # fmt: skip
+def test_f68_doing_what_prepare_says_works(run, tmp_path, case):
+    (tmp_path / "a.txt").write_text(words(200))
+    prepare = {"--input": str(tmp_path / "a.txt"), "--out": str(tmp_path / "out"),
+               "--tokenizer": "byte"}  # fmt: skip
+
+    def train():
+        run("train.py", *TINY, f"--dataset={prepare['--out']}", f"--out_dir={tmp_path / 'run'}",
+            "--max_iters=1")  # fmt: skip
+
+    def prepared():
+        run("data/text/prepare.py", *(f"{name}={value}" for name, value in prepare.items()))
+
+    steps = case(tmp_path, prepare, train)
+    with pytest.raises(ValueError, match=next(steps)):
+        prepared()
+    assert next(steps, None) is None
+    prepared()
+    train()
+
+
+def test_f68_doing_what_train_says_of_data_works(run, tmp_path):
+    (tmp_path / "a.txt").write_text(words(20))
+    prepare = "data/text/prepare.py", f"--input={tmp_path / 'a.txt'}", f"--out={tmp_path / 'd'}"
+    run(*prepare, "--tokenizer=byte")
+    command = ["train.py", *TINY, f"--dataset={tmp_path / 'd'}", f"--out_dir={tmp_path / 'run'}",
+               "--max_iters=1"]  # fmt: skip
+    with pytest.raises(
+        ValueError, match="needs at least .*: use more data or --block_size="
+    ) as error:
+        run(*command, "--block_size=300")
+    run(*command, str(error.value).rsplit(" ", 1)[1])
+    path, content = tmp_path / "d" / "train.bin", (tmp_path / "d" / "train.bin").read_bytes()
+    for damaged, flags in ((content[:-2], []), (b"", []), (content[:-1], []),
+                           (content[:-2] + b"\1\0", ["--verify_data=True"])):  # fmt: skip
+        path.write_bytes(damaged)
+        with pytest.raises(ValueError, match="prepare .*again"):
+            run(*command, *flags)
+        run(*prepare, "--tokenizer=byte")
+        assert path.read_bytes() == content
+        run(*command, *flags)
+    (tmp_path / "d" / "meta.json").unlink()
+    (tmp_path / "d" / "meta.pkl").write_bytes(b"nanoGPT's")
+    with pytest.raises(ValueError, match="or with data/text/prepare.py$"):
+        run(*command)
+    run(*prepare, "--tokenizer=byte")
+    run(*command)
