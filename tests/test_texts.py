@@ -1289,3 +1289,26 @@ def test_f68_doing_what_train_says_of_data_works(run, tmp_path):
         run(*command)
     run(*prepare, "--tokenizer=byte")
     run(*command)
+
+
+def test_f68_doing_what_train_and_convert_say_of_a_model_works(run, tmp_path):
+    model, (text, data) = qwen(tmp_path / "model"), (tmp_path / "a.txt", tmp_path / "data")
+    text.write_text(words(200))
+    run("data/text/prepare.py", f"--input={text}", f"--out={data}", "--tokenizer=byte")
+    command = ["train.py", f"--init_from={model}", f"--out_dir={tmp_path / 'out'}", "--max_iters=1",
+               "--batch_size=2", "--gradient_accumulation_steps=1", "--eval_iters=1",
+               "--block_size=100000", "--device=cpu", "--compile=False"]  # fmt: skip
+    with pytest.raises(ValueError, match="make one with python data/text/prepare.py") as error:
+        run(*command, f"--dataset={data}", "--block_size=16")
+    remedy = str(error.value).rpartition("python ")[2].split()
+    run(remedy[0], f"--input={text}", remedy[2], f"--out={tmp_path / 'own'}")
+    command.append(f"--dataset={tmp_path / 'own'}")
+    with pytest.raises(ValueError, match="is longer than .*'s context: use --block_size=") as error:
+        run(*command)
+    run(*command, re.search(r"--block_size=\d+", str(error.value))[0])
+    export = ["convert.py", f"--out_dir={tmp_path / 'out'}"]
+    for to, message in (("", "pass --to=FOLDER"), (f"--to={model}", "name another folder"),
+                        (f"--to={tmp_path / 'out'}", "own folder: name another")):  # fmt: skip
+        with pytest.raises(ValueError, match=message):
+            run(*export, *filter(None, [to]))
+    run(*export, f"--to={tmp_path / 'other'}")
