@@ -350,8 +350,8 @@ def without_spellings(content: str, ids: set[int]) -> str:
     names = {id: name for id, name in names.items() if len(name) > 1 and name not in merged}
     names |= {token["id"]: token["content"] for token in added if token["id"] in ids}
     # no text has these, even if a normalizer drops the NULs
-    hidden = {name: f"\0{hashlib.sha256(f'{id} {content}'.encode()).hexdigest()}\0"
-              for id, name in names.items()}  # fmt: skip
+    secret = hashlib.sha256(content.encode()).hexdigest()
+    hidden = {name: f"\0{secret}{id}\0" for id, name in names.items()}
     if isinstance(vocabulary, dict):
         model["vocab"] = {hidden.get(name, name): id for name, id in vocabulary.items()}
     elif vocabulary:
