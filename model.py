@@ -255,7 +255,7 @@ class GPT(nn.Module):
         self.rope_cos, self.rope_sin = rope_tables(positions, config.head_dim, config.rope_theta)
 
     def _apply(self, function, recurse=True):
-        """`.to()` and `.cuda()` call this. Recompute the tables: .bfloat16() rounds them."""
+        """`.to()`, `.cuda()` and `.bfloat16()` call this. Recompute the tables, unrounded."""
         super()._apply(function, recurse)
         self.compute_rope_tables()
         return self

@@ -36,7 +36,7 @@ from steady.stop import Saving, StopRequest, stop_message
 out_dir = "out"  # folder for checkpoints and metrics.jsonl
 init_from = "scratch"  # scratch, resume (out_dir/ckpt.pt), or a model: a run, HF folder or hub ID
 eval_interval = 2000  # iterations between evaluations; 0: never evaluate, save only at the end
-eval_iters = 200  # batches per split and evaluation, always of the same sequences
+eval_iters = 200  # evaluate on eval_iters * batch_size sequences per split, always the same
 eval_only = False  # evaluate once and exit
 log_interval = 1  # iterations between log lines
 sample_interval = 0  # iterations between printed samples; 0: never
@@ -92,7 +92,7 @@ config = configure(globals())
 
 # -----------------------------------------------------------------------------
 # this process: rank, device, dtype, how to compile
-process = distributed.this_process(parallel, device, dtype, n_embd)  # dtype=auto: by width
+process = distributed.this_process(parallel, device, dtype, n_embd)  # CPUs: n_embd decides auto
 plan = compiling.plan(compile, compile_mode, process.device)
 distributed.start(process, config, plan.cuda_graphs)
 out_path = Path(config["out_dir"])  # the same on all ranks
@@ -139,7 +139,7 @@ scaler = torch.amp.GradScaler(process.device.type, enabled=process.dtype == torc
 if not eval_only:
     start.load_optimizer(opt, scaler)
 parameters = [p for p in raw_model.parameters() if p.requires_grad]
-static_gradients = optim.StaticGradients(parameters, plan.cuda_graphs)  # F01
+static_gradients = optim.StaticGradients(parameters, plan.cuda_graphs)  # .grad stays in place
 
 # sequences in an iteration, and in an evaluation of a split; a smaller micro-batch changes neither
 sequences_per_iter = batch_size * gradient_accumulation_steps
@@ -196,7 +196,7 @@ def trial(micro_batch_size: int) -> torch.nn.Module:
     use_activation_checkpointing(raw_model, activation_checkpointing)
     model = compiling.compile_model(raw_model, plan, process.shards_model, activation_checkpointing)
     tokens = torch.zeros(micro_batch_size, block_size, dtype=torch.int64, device=process.device)
-    targets = torch.zeros_like(tokens)  # not `tokens` itself: torch.compile would see that
+    targets = torch.zeros_like(tokens)  # not `tokens`: compiled code would rely on that
     buffers = [buffer.clone() for buffer in raw_model.buffers()]
     micro_steps = sequences_per_iter // process.world_size // micro_batch_size
     # CUDA graphs: warm up, record, replay; otherwise the second run accumulates gradients
@@ -251,7 +251,8 @@ loader = DataLoader(train_file, fit.batch_size, sequences_per_iter // fit.batch_
 micro_batches = loader.micro_batches(iter_num)
 
 # -----------------------------------------------------------------------------
-# training loop; however it ends, Saving saves the state, and only the first process goes on
+# training loop; on a stop or an error, Saving saves the state if it is usable. After a stop or
+# the end only rank 0 continues below
 log.start_clock(iter_num, sequences_per_iter * block_size, raw_model.flops_per_token(), process)
 skipped = torch.zeros((), device=process.device)  # consecutive steps with non-finite gradients
 stopping = stop_request.stop_requested()
