@@ -269,9 +269,9 @@ def run_config_file(
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import | ast.ImportFrom):
             names = {(alias.asname or alias.name).split(".")[0] for alias in node.names}
-            module = sys.modules.get(getattr(node, "module", None) or "") if "*" in names else None
-            if not (getattr(module, "__file__", None) or "").startswith(folder):
-                names |= vars(module).keys() if module else set()  # such as pi, from math
+            module = getattr(node, "module", None) or ""
+            if "*" in names and module.partition(".")[0] in sys.stdlib_module_names:
+                names |= vars(sys.modules[module]).keys()  # such as pi, from math
             defined |= names
         elif isinstance(node, ast.FunctionDef | ast.ClassDef):
             defined.add(node.name)

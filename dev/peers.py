@@ -32,6 +32,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -314,6 +315,9 @@ if not all(seed.strip().isdecimal() for seed in seeds.split(",")):
 jobs = [nanogpt_job(run) for run in nanogpt_runs.split(",") if run.strip()]
 jobs += [nanochat_job(run) for run in nanochat_runs.split(",") if run.strip()]
 jobs += [our_job(run) for run in ours.split(";") if run.strip()]
+for name, count in Counter(job["recipe"] for job in jobs).items():
+    if count > 1:
+        raise UserError(f"{count} recipes are named {name!r}")
 commands = [command_of(job) for job in jobs]  # all first, to find wrong flags before training
 if jobs:
     if not (Path(data) / "val.bin").exists():

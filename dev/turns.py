@@ -68,12 +68,14 @@ def time_nanogpt(folder: str) -> dict[str, Any]:
     """Run nanoGPT's train.py as dev/peers.py does, with an evaluation of one batch before it."""
     bench = resolve(read_settings(ROOT / "bench.py") | read_settings(ROOT / "train.py"), rest)
     first, steps = bench["warmup_steps"], bench["steps"]
-    names = ("n_layer", "n_head", "n_embd", "block_size", "batch_size", "device", "compile")
-    flags = {name: bench[name] for name in (*names, "gradient_accumulation_steps")}
+    names = ("n_layer", "n_head", "n_embd", "block_size", "batch_size", "dropout", "device")
+    flags = {name: bench[name] for name in (*names, "gradient_accumulation_steps", "compile")}
+    if bench["dtype"] != "auto":
+        flags["dtype"] = bench["dtype"]
     if flags["device"] == "auto":
         flags["device"] = "cuda"
     elif flags["device"] == "cpu":
-        flags["dtype"] = "float32"
+        flags.setdefault("dtype", "float32")
     flags |= {"max_iters": first + steps, "eval_interval": 10**9, "eval_iters": 1}
     flags |= {"log_interval": 1}
     with tempfile.TemporaryDirectory() as temporary:

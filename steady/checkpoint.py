@@ -136,14 +136,15 @@ def save(
 
     try:
         temporary, offsets = on_first(begin)
-        shared = all(distributed.all_or_none(process, temporary.exists))
+        shared = all(distributed.all_or_none(process, partial(os.path.exists, temporary)))
         try:
             write(write_parts if shared else write_gathered)
             if shared and (read_back or several):
                 distributed.all_or_none(process, check)
         except Exception as error:
             several, shared = several and shared, False
-            if getattr(error, "errno", None) in CANNOT:  # it needs sequential writes
+            errnos = distributed.gather_objects(process, getattr(error, "errno", None))
+            if any(errno in CANNOT for errno in errnos):  # it needs sequential writes
                 whole = distributed.gather_full(content)
                 on_first(lambda: write_whole(temporary, whole))
             elif several:

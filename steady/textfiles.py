@@ -236,17 +236,16 @@ def csv_rows(path: Path, file: BinaryIO, column: str) -> Iterator[Row]:
     # strict: otherwise an unclosed quote merges all following rows into one
     delimiter = "\t" if unpacked_suffix(path) == ".tsv" else ","
     reader = csv.reader(text, delimiter=delimiter, strict=True)
-    header, row = next(reader, []), 0
+    try:
+        header, row = next(reader, []), 0
+    except csv.Error as error:
+        raise ValueError(f"{error} in the header: check the quotes") from None
     require_column(path, column, header)
     while True:
         begins = reader.line_num + 1
         try:
             fields = next(reader, None)
         except csv.Error as error:
-            if reader.line_num == begins:
-                yield row, f"line {begins}", "", f"{error}: check the quotes"
-                row += 1
-                continue
             raise ValueError(  # where the next row begins is not known
                 f"{error} in the row that starts at line {begins}: check the quotes"
             ) from None

@@ -50,7 +50,9 @@ def cut_text(
     """
     text, start, length = "", 0, PIECE  # text[start:] is left, and a cut is due after `length`
     for chunk in chunks:
-        text, start = text[start:] + chunk, 0
+        if start:
+            text, start = text[start:], 0
+        text += chunk  # in place: linear time if no chunk can be cut
         while len(text) >= start + length + WINDOW:
             middle = start + length
             cut = tokenizer.seam(text[middle - WINDOW : middle + WINDOW])
@@ -276,10 +278,10 @@ class HFTokenizer:
 
     def encode_prompt(self, text: str) -> list[int]:
         """Like `encode`, but encodes special tokens in the text as tokens."""
-        spelling = (
-            None if self.end_of_text is None else self.tokenizer.id_to_token(self.end_of_text)
-        )
-        if spelling and self.end_of_text not in self.added and spelling in text:
+        end = [] if self.end_of_text is None else [self.end_of_text]
+        spelling = self.tokenizer.decode(end, skip_special_tokens=False)
+        known = {*self.added, *(self.encode(spelling) if spelling else [])}  # read as the token
+        if spelling and self.end_of_text not in known and spelling in text:
             parts = [self.encode_prompt(part) for part in text.split(spelling)]
             return parts[0] + [id for part in parts[1:] for id in (self.end_of_text, *part)]
         return self.encoding_of(self.tokenizer, text).ids
@@ -342,12 +344,16 @@ def without_spellings(content: str, ids: set[int]) -> str:
     added, model = tokenizer.get("added_tokens") or [], tokenizer["model"]
     vocabulary, merges = model.get("vocab"), model.get("merges") or []
     pairs = [tuple(pair.split(" ")) if isinstance(pair, str) else tuple(pair) for pair in merges]
-    merged = {"".join(pair) for pair in pairs}
+    suffix = model.get("end_of_word_suffix") or ""
+    prefix = model.get("continuing_subword_prefix") or ""
+    results = [pair[0] + pair[1].removeprefix(prefix) for pair in pairs]
     if isinstance(vocabulary, dict):
         names = {id: name for name, id in vocabulary.items() if id in ids}
     else:
         names = {id: vocabulary[id][0] for id in ids if id < len(vocabulary or ())}
-    names = {id: name for id, name in names.items() if len(name) > 1 and name not in merged}
+    bare = {name: name.removesuffix(suffix).removeprefix(prefix) for name in names.values()}
+    ordinary = {*results, *(name for name in bare if len(bare[name]) < 2)}
+    names = {id: name for id, name in names.items() if name not in ordinary}
     names |= {token["id"]: token["content"] for token in added if token["id"] in ids}
     # no text has these, even if a normalizer drops the NULs
     secret = hashlib.sha256(content.encode()).hexdigest()
@@ -357,7 +363,9 @@ def without_spellings(content: str, ids: set[int]) -> str:
     elif vocabulary:
         model["vocab"] = [[hidden.get(name, name), score] for name, score in vocabulary]
     if merges:  # they may spell an added token
-        kept = [not hidden.keys() & {*pair, "".join(pair)} for pair in pairs]
+        kept = [
+            not hidden.keys() & {*pair, result} for pair, result in zip(pairs, results, strict=True)
+        ]
         model["merges"] = list(itertools.compress(merges, kept))
     if model.get("unk_token") in hidden:
         model["unk_token"] = hidden[model["unk_token"]]

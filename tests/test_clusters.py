@@ -298,7 +298,7 @@ def test_f79_the_sbatch_script_trains_resumes_and_requeues(sums, tmp_path):
 # ---- F78: configs in the style that people write ------------------------------------------------
 
 
-def test_f78_a_star_import_and_carriage_returns(run, sums, tmp_path):
+def test_f78_a_star_import_and_carriage_returns(run, sums, tmp_path, monkeypatch):
     (tmp_path / "base.py").write_text(
         "import time\nfrom math import sqrt\nmax_iters = 2\nclass Helper: pass\n"
     )
@@ -310,6 +310,12 @@ def test_f78_a_star_import_and_carriage_returns(run, sums, tmp_path):
     (tmp_path / "base.py").write_text("max_itres = 2\n")
     with pytest.raises(ValueError, match="unknown setting 'max_itres' in"):
         run("train.py", str(tmp_path / "star.py"))
+    (tmp_path / "bases").mkdir()  # on sys.path, as the project's root is
+    (tmp_path / "bases" / "far_base.py").write_text("max_itres = 2\n")
+    monkeypatch.syspath_prepend(tmp_path / "bases")
+    (tmp_path / "far.py").write_text("from far_base import *\n")
+    with pytest.raises(ValueError, match="unknown setting 'max_itres' in"):
+        run("train.py", str(tmp_path / "far.py"))
     (tmp_path / "base.py").write_text("seed = 1\n")
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "base.py").write_text("max_iters = 7\n")

@@ -236,11 +236,11 @@ def test_f79_every_process_builds_and_saves_its_part(launch, alone, run, tmp_pat
 
 SEVERAL_MACHINES = """
 import os, weakref
-from pathlib import Path
 from torch.distributed.tensor import DTensor
 from steady import checkpoint, distributed
 distributed.on_one_machine = lambda: False
-gathering, exists, write_data, whole = DTensor.full_tensor, Path.exists, checkpoint.write_data, []
+gathering, exists, whole = DTensor.full_tensor, os.path.exists, []
+write_data = checkpoint.write_data
 def one_at_a_time(tensor):
     whole[:] = [found for found in whole if found() is not None]
     assert not whole, "an earlier tensor is still held"
@@ -251,7 +251,7 @@ def one_at_a_time(tensor):
     return full
 def is_here(path):
     own = mode in ("own folders", "full") and os.environ["RANK"] == "1"
-    return not (own and path.suffix == ".tmp") and exists(path)
+    return not (own and str(path).endswith(".tmp")) and exists(path)
 def write(path, tensor, offset):
     if mode == "full":
         raise OSError(28, "No space left on device")
@@ -259,7 +259,7 @@ def write(path, tensor, offset):
     if mode == "lost" and os.environ["RANK"] == "1":  # as if these bytes had not arrived
         write_data(path, torch.zeros_like(tensor), offset)
     return kept
-DTensor.full_tensor, Path.exists, checkpoint.write_data = one_at_a_time, is_here, write
+DTensor.full_tensor, os.path.exists, checkpoint.write_data = one_at_a_time, is_here, write
 """
 
 
