@@ -28,7 +28,7 @@ import json
 import numpy as np
 import torch
 
-from configurator import read_settings, resolve
+from configurator import one_line_errors, read_settings, resolve
 from steady import UserError
 from steady.runlog import read_metrics
 
@@ -37,6 +37,7 @@ folders = "."  # checkouts, separated by commas
 rounds = 2  # runs of each checkout
 out = ""  # file to append a line of JSON per run to
 
+sys.excepthook = one_line_errors
 ROOT = Path(__file__).parents[1]
 given = dict(argument[2:].partition("=")[::2] for argument in sys.argv[1:] if argument[:2] == "--")
 if "help" in given:
@@ -45,6 +46,9 @@ if "help" in given:
         print(f"  --{name}={setting.default}  {setting.comment}")
     raise SystemExit
 folders = given.pop("folders", folders).split(",")
+for folder in folders:
+    if not folder or not Path(folder, "train.py").exists():
+        raise UserError(f"--folders: {folder!r} is no checkout of this project or of nanoGPT")
 rounds, out = int(given.pop("rounds", rounds)), given.pop("out", out)
 rest = [argument for argument in sys.argv[1:] if argument[:2] != "--"]
 rest += [f"--{name}={value}" for name, value in given.items()]

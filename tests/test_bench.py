@@ -26,6 +26,7 @@ def test_bench_times_the_real_training_step_and_turns_compares_checkouts(
     assert 0.5 < tokens_per_s * float(values["ms per step"]) / 1e3 / (4 * 16) < 2
 
     (tmp_path / "steady").mkdir()
+    (tmp_path / "train.py").touch()
     (tmp_path / "bench.py").write_text(f"print({shown!r})")
     nanogpt = checkouts[0].partition("=")[2]
     process = fork("dev/turns.py", *arguments, f"--folders={tmp_path},{nanogpt}", "--rounds=2",
@@ -37,6 +38,9 @@ def test_bench_times_the_real_training_step_and_turns_compares_checkouts(
     assert table.count("\n") == 5
     assert [run["tokens/s"] for run in runs] == [tokens_per_s, 4 * 16 / 0.020] * 2
     assert all(run["device"] == "cpu" for run in runs)
+    process = fork("dev/turns.py", f"--folders={tmp_path},nowhere")
+    shown = process.stdout.read()
+    assert process.wait() == 1 and shown.startswith("error: --folders: 'nowhere' is no checkout")
 
 
 def test_bench_passes_on_what_train_says_when_it_fails(fork):
