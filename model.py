@@ -1,8 +1,8 @@
 """A GPT in one file: RMSNorm, rotary embeddings (RoPE), grouped-query attention (GQA), SwiGLU.
 
-A pre-norm decoder without biases. Its layout is that of Hugging Face's Llama, so weights convert
-without permutation. It is plain torch: change any line. The loss is in steady/loss.py,
-which never holds the logits of a whole batch, and sampling is in steady/generate.py.
+A pre-norm decoder without biases. Its layout is that of Hugging Face's Llama (with qk_norm:
+Qwen3), so weights convert without permutation. It is plain torch: change any line. The loss is in
+steady/loss.py, which never holds the logits of a whole batch, and sampling in steady/generate.py.
 
 Shapes: B batch, T tokens, C n_embd, H n_head, K n_kv_head, D head_dim, V vocab_size.
 """

@@ -35,7 +35,7 @@ from steady.stop import Saving, StopRequest, stop_message
 # output and evaluation
 out_dir = "out"  # folder for checkpoints and metrics.jsonl
 init_from = "scratch"  # scratch, resume (out_dir/ckpt.pt), or a model: a run, HF folder or hub ID
-eval_interval = 2000  # iterations between evaluations; 0: never evaluate, save only at the end
+eval_interval = 2000  # iterations between evaluations (and saves); 0: none
 eval_iters = 200  # evaluate on eval_iters * batch_size sequences per split, always the same
 eval_only = False  # evaluate once and exit
 log_interval = 1  # iterations between log lines
@@ -299,7 +299,7 @@ with saving:
 
         # ---- clip and step ----------------------------------------------------
         scaler.unscale_(opt)
-        grad_norm = optim.clip_gradients(opt, grad_clip)  # opt skips a step that is not finite
+        grad_norm = optim.clip_gradients(opt, grad_clip)  # not finite: opt changes nothing
         skipped = (skipped + 1) * ~grad_norm.isfinite()
         stopping = stop_request.stop_requested()
         log_due = stopping or iter_num % log_interval == 0 or iter_num + 1 == max_iters

@@ -80,8 +80,8 @@ def time_nanogpt(folder: str) -> dict[str, Any]:
         flags["device"] = "cuda"
     elif flags["device"] == "cpu":
         flags.setdefault("dtype", "float32")
-    flags |= {"max_iters": first + steps, "eval_interval": 10**9, "eval_iters": 1}
-    flags |= {"log_interval": 1}
+    flags |= {"max_iters": first + steps, "log_interval": 1}
+    flags |= {"eval_interval": 10**9, "eval_iters": 1}
     with tempfile.TemporaryDirectory() as temporary:
         vocab_size = bench["vocab_size"] or 50304
         tokens = np.random.default_rng(0).integers(0, vocab_size, 2**22, "uint16")
@@ -111,9 +111,8 @@ def time_nanogpt(folder: str) -> dict[str, Any]:
     measured = entries[first : first + steps]
     ms = [entry["ms"] for entry in measured]
     median = statistics.median(ms)
-    cuda = flags["device"] != "cpu"
     return {
-        "device": torch.cuda.get_device_name() if cuda else "cpu",
+        "device": "cpu" if flags["device"] == "cpu" else torch.cuda.get_device_name(),
         "tokens/s": statistics.median(entry["tokens_per_s"] for entry in measured),
         "ms per step": median, "spread": 100 * (max(ms) - min(ms)) / median,
         "peak memory": measured[-1].get("memory_gib", 0.0), "first step": first_step,

@@ -131,27 +131,25 @@ def save(
         sums = distributed.all_or_none(process, parts)
         on_first(lambda: write_sums(temporary, sums))
 
-    def check(share: Process = process) -> None:
-        check_sums(temporary, share.rank, share.world_size)
-
     try:
         temporary, offsets = on_first(begin)
         shared = all(distributed.all_or_none(process, partial(os.path.exists, temporary)))
         try:
             write(write_parts if shared else write_gathered)
             if shared and (read_back or several):
+                check = partial(check_sums, temporary, process.rank, process.world_size)
                 distributed.all_or_none(process, check)
         except Exception as error:
-            several, shared = several and shared, False
             errnos = distributed.gather_objects(process, getattr(error, "errno", None))
             if any(errno in CANNOT for errno in errnos):  # it needs sequential writes
                 whole = distributed.gather_full(content)
                 on_first(lambda: write_whole(temporary, whole))
-            elif several:
+            elif several and shared:
                 write(write_gathered)
             else:
                 raise
-        on_first(lambda: read_back and not shared and check(SINGLE_PROCESS))
+            shared = False  # not read back yet
+        on_first(lambda: read_back and not shared and check_sums(temporary))
         on_first(lambda: replace_file(temporary, path))
     except OSError as error:
         if error.errno and not error.filename:

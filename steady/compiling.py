@@ -147,7 +147,7 @@ def compile_model(
     torch._dynamo.config.skip_nnmodule_hook_guards = False  # also call hooks added later
     torch._dynamo.config.recompile_limit = MAX_VERSIONS
     torch._dynamo.config.accumulated_recompile_limit = 2 * MAX_VERSIONS
-    if sharded:  # without activation checkpointing, recompute only what is almost free
+    if sharded:  # without activation checkpointing, recompute only the cheapest operations
         functorch_config.activation_memory_budget = 0.9 if checkpointing == "none" else 1.0
     from torch._dynamo.external_utils import wrap_inline  # takes seconds to import
 

@@ -187,12 +187,14 @@ class TokenFile:
     def check(self, ids: np.ndarray) -> None:
         """Raises UserError if an id is outside the vocabulary, before a GPU fails an assert."""
         if ids.max() >= self.vocab_size:
-            files = [self.path.with_name(f"{split}.bin") for split in ("train", "val")]
-            largest = max(np.memmap(path, self.dtype, "r").max() for path in files if path.exists())
-            least = math.ceil((int(largest) + 1) / 64) * 64
-            where = f"model's vocabulary has {self.vocab_size}: retrain with --vocab_size={least}"
-            if self.described:
-                where = f"vocabulary in its meta.json has {self.vocab_size}: prepare the data again"
+            where = f"vocabulary in its meta.json has {self.vocab_size}: prepare the data again"
+            if not self.described:
+                files = [self.path.with_name(f"{split}.bin") for split in ("train", "val")]
+                largest = max(np.memmap(p, self.dtype, "r").max() for p in files if p.exists())
+                least = math.ceil((int(largest) + 1) / 64) * 64
+                where = (
+                    f"model's vocabulary has {self.vocab_size}: retrain with --vocab_size={least}"
+                )
             raise UserError(f"{self.path} holds token id {ids.max()}, but the {where}")
 
     def read(self, starts: np.ndarray, length: int) -> np.ndarray:

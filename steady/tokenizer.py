@@ -363,10 +363,10 @@ def without_spellings(content: str, ids: set[int]) -> str:
     elif vocabulary:
         model["vocab"] = [[hidden.get(name, name), score] for name, score in vocabulary]
     if merges:  # they may spell an added token
-        kept = [
-            not hidden.keys() & {*pair, result} for pair, result in zip(pairs, results, strict=True)
-        ]
-        model["merges"] = list(itertools.compress(merges, kept))
+        model["merges"] = [
+            merge for merge, pair, result in zip(merges, pairs, results, strict=True)
+            if not hidden.keys() & {*pair, result}
+        ]  # fmt: skip
     if model.get("unk_token") in hidden:
         model["unk_token"] = hidden[model["unk_token"]]
     for token in added:

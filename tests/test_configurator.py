@@ -320,10 +320,9 @@ def test_help_says_how_the_script_is_called(run, script):
         assert usage == f"usage: python {ROOT / script}" and len(lines) > 3
         return
     assert usage == f"usage: python {ROOT / script} {takes}[--key=value ...]"
-    first = ast.get_docstring(ast.parse((ROOT / script).read_text(encoding="utf-8"))).split("\n\n")[
-        0
-    ]
-    assert " ".join(lines).startswith(f" {' '.join(first.split())} ")
+    docstring = ast.get_docstring(ast.parse((ROOT / script).read_text(encoding="utf-8")))
+    about = " ".join(docstring.partition("\n\n")[0].split())
+    assert " ".join(lines).startswith(f" {about} ")
     rows = [line for line in lines if line[:4] == "  --" and " " in line.strip()]
     flags = [re.fullmatch(r"  --\w+=.*?  +(\S.*)", line) for line in rows]
     assert all(flags) and {found.start(1) for found in flags} == {32}
