@@ -1,4 +1,4 @@
-"""GPT-2 (124M) shape on OpenWebText, with nanoGPT's recipe, on one GPU or several.
+"""A model of GPT-2's size (124M) on OpenWebText, with nanoGPT's recipe, on one GPU or several.
 
     python train.py config/train_gpt2.py
 
