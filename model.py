@@ -1,8 +1,8 @@
 """A GPT in one file: RMSNorm, rotary embeddings (RoPE), grouped-query attention (GQA), SwiGLU.
 
 A pre-norm decoder without biases. Its layout is that of Hugging Face's Llama (with qk_norm:
-Qwen3), so weights convert without permutation. It is plain torch: change any line. The loss is in
-steady/loss.py, which never holds the logits of a whole batch, and sampling in steady/generate.py.
+Qwen3), so weights convert without permutation. It is plain torch: change any line. Sampling is in
+steady/generate.py, the loss in steady/loss.py: it never holds a whole batch's logits.
 
 Shapes: B batch, T tokens, C n_embd, H n_head, K n_kv_head, D head_dim, V vocab_size.
 """
@@ -266,7 +266,7 @@ class GPT(nn.Module):
         Args:
             tokens: (B, T) int64, T at most block_size.
             targets: (B, T) int64; negative ones (-1, -100) are ignored.
-            cache: a KVCache (steady/generate.py) of the earlier tokens; `tokens` are added.
+            cache: a KVCache (steady/generate.py) of the earlier tokens; it gains `tokens`.
 
         Returns the mean loss (scalar, float32) or the logits (B, T, V). With a cache it returns
         only the last position's logits (B, 1, V).

@@ -34,9 +34,9 @@ from steady.stop import Saving, StopRequest, stop_message
 
 # output and evaluation
 out_dir = "out"  # folder for checkpoints and metrics.jsonl
-init_from = "scratch"  # scratch, resume (out_dir/ckpt.pt), or a model: a run, HF folder or hub ID
-eval_interval = 2000  # iterations between evaluations (and saves); 0: none
-eval_iters = 200  # evaluate on eval_iters * batch_size sequences per split, always the same
+init_from = "scratch"  # scratch, resume (out_dir/ckpt.pt), or a run's folder, HF folder or hub ID
+eval_interval = 2000  # iterations between evaluations (and saves); 0: only save at the end
+eval_iters = 200  # evaluate on the same eval_iters * batch_size sequences each time
 eval_only = False  # evaluate once and exit
 log_interval = 1  # iterations between log lines
 sample_interval = 0  # iterations between printed samples; 0: never
@@ -48,7 +48,7 @@ wandb_run_name = "gpt2"  # W&B run name
 dataset = "openwebtext"  # a folder in data/, or a path
 verify_data = False  # check the data files against meta.json's checksums first
 batch_size = 12  # sequences per micro-batch; split if out of memory (same global batch)
-gradient_accumulation_steps = 40  # micro-batches per iteration, over all GPUs
+gradient_accumulation_steps = 40  # micro-batches per iteration, over all GPUs (a multiple)
 block_size = 1024  # context length: tokens per sequence
 seed = 1337  # for initial weights, data order and dropout
 # model
@@ -75,7 +75,7 @@ lr_schedule = "cosine"  # cosine, or wsd (warmup, stable, 1-sqrt decay)
 decay_lr = True  # False: keep the rate constant after warmup
 warmup_iters = 2000  # iterations of linear warmup
 lr_decay_iters = 0  # iteration that reaches min_lr; 0: max_iters
-min_lr = 6e-5  # final rate, usually learning_rate / 10
+min_lr = 6e-5  # final rate, often learning_rate / 10 or 0
 decay_fraction = 0.2  # wsd: share of the schedule spent decaying
 # system
 device = "auto"  # auto, cpu, cuda, cuda:N, mps
@@ -83,7 +83,7 @@ dtype = "auto"  # for matmuls: auto, float32, bfloat16, float16
 compile = True  # torch.compile the model; falls back to eager and says why
 compile_mode = "default"  # default, reduce-overhead, max-autotune, max-autotune-no-cudagraphs
 fp8 = False  # FP8 matmuls in the blocks (NVIDIA Ada or newer; faster for wide models)
-activation_checkpointing = "none"  # recompute: none, selective (not attention), block (all)
+activation_checkpointing = "none"  # recompute: none, selective (all but attention), block
 parallel = "ddp"  # multi-GPU: ddp, or fsdp to shard a model too large for one GPU
 backend = "auto"  # for torch.distributed: auto, nccl, gloo
 profile = False  # trace a few steps to out_dir/trace.json
@@ -92,7 +92,7 @@ config = configure(globals())
 
 # -----------------------------------------------------------------------------
 # this process: rank, device, dtype, how to compile
-process = distributed.this_process(parallel, device, dtype, n_embd)  # CPUs: n_embd decides auto
+process = distributed.this_process(parallel, device, dtype, n_embd)  # n_embd: for auto dtype on CPU
 plan = compiling.plan(compile, compile_mode, process.device)
 distributed.start(process, config, plan.cuda_graphs)
 out_path = Path(config["out_dir"])  # the same on all ranks
@@ -108,7 +108,7 @@ data = DataSet(dataset, vocab_size)
 if verify_data and process.master:
     data.verify()
 requested = GPTConfig.from_settings(config, data.padded_vocab_size)
-# "resume" also if torchrun has restarted this launch
+# becomes "resume" if torchrun has restarted this launch
 config["init_from"] = checkpoint.resolve_init_from(init_from, ckpt_path, process)
 if config["init_from"] == "scratch":
     start = checkpoint.Start(requested.settings())
@@ -141,7 +141,7 @@ if not eval_only:
 parameters = [p for p in raw_model.parameters() if p.requires_grad]
 static_gradients = optim.StaticGradients(parameters, plan.cuda_graphs)  # .grad stays in place
 
-# sequences in an iteration, and in an evaluation of a split; a smaller micro-batch changes neither
+# sequences per iteration, and per evaluation of train or val; a smaller micro-batch changes neither
 sequences_per_iter = batch_size * gradient_accumulation_steps
 eval_sequences = eval_iters * batch_size
 iter_num, best_val_loss = start.iter_num, start.best_val_loss
@@ -196,7 +196,7 @@ def trial(micro_batch_size: int) -> torch.nn.Module:
     use_activation_checkpointing(raw_model, activation_checkpointing)
     model = compiling.compile_model(raw_model, plan, process.shards_model, activation_checkpointing)
     tokens = torch.zeros(micro_batch_size, block_size, dtype=torch.int64, device=process.device)
-    targets = torch.zeros_like(tokens)  # not `tokens`: compiled code would rely on that
+    targets = torch.zeros_like(tokens)  # not `tokens`: compiled code would assume both are the same
     buffers = [buffer.clone() for buffer in raw_model.buffers()]
     micro_steps = sequences_per_iter // process.world_size // micro_batch_size
     # CUDA graphs: warm up, record, replay; otherwise the second run accumulates gradients
@@ -240,9 +240,9 @@ stop_request = StopRequest(process, saves=not eval_only)
 trace = start_profiler(out_path, profile and process.master, log.line)
 
 # -----------------------------------------------------------------------------
-# try a step; if it runs out of memory, use smaller micro-batches (same loss curve)
+# try a step; if it runs out of memory, use smaller micro-batches (same global batch)
 fit = memory.fit(trial, config, process, plan)
-model = fit.model  # raw_model, whose blocks may be compiled now, or a wrapper with CUDA graphs
+model = fit.model  # raw_model (its blocks may be compiled now) or, with CUDA graphs, a wrapper
 if fit.report:
     log.line(fit.report)
 micro_steps = sequences_per_iter // fit.batch_size // process.world_size  # per process
@@ -251,8 +251,8 @@ loader = DataLoader(train_file, fit.batch_size, sequences_per_iter // fit.batch_
 micro_batches = loader.micro_batches(iter_num)
 
 # -----------------------------------------------------------------------------
-# training loop; on a stop or an error, Saving saves the state if it is usable. After a stop or
-# the end only rank 0 continues below
+# training loop; on a stop or an error, Saving saves the state if it is usable. After the loop,
+# unless it failed, only rank 0 goes on
 log.start_clock(iter_num, sequences_per_iter * block_size, raw_model.flops_per_token(), process)
 skipped = torch.zeros((), device=process.device)  # consecutive steps with non-finite gradients
 stopping = stop_request.stop_requested()
@@ -299,7 +299,7 @@ with saving:
 
         # ---- clip and step ----------------------------------------------------
         scaler.unscale_(opt)
-        grad_norm = optim.clip_gradients(opt, grad_clip)  # not finite: opt changes nothing
+        grad_norm = optim.clip_gradients(opt, grad_clip)  # if not finite, opt changes nothing
         skipped = (skipped + 1) * ~grad_norm.isfinite()
         stopping = stop_request.stop_requested()
         log_due = stopping or iter_num % log_interval == 0 or iter_num + 1 == max_iters
