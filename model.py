@@ -160,7 +160,7 @@ class Attention(nn.Module):
         q, k = apply_rope(q, *rope), apply_rope(k, *rope)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, H or K, T, D)
         if cache is not None:  # sampling: also attend to the cached tokens
-            y = cache.attend(q, k, v)  # (B, H, T, D)
+            y = cache(q, k, v)  # (B, H, T, D)
         else:
             y = F.scaled_dot_product_attention(
                 q, k, v,

@@ -4,13 +4,11 @@ Shapes: B batch, T new tokens, H query heads, K key/value heads, D head dimensio
 V vocabulary size.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 import sys
 from collections.abc import Callable
-from typing import NamedTuple
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -55,29 +53,17 @@ class KVCache:
         self.position += T
         return self.positions
 
-    def layer(self, i: int) -> LayerCache:
-        """Layer i's cache, for the positions from `reserve`. It holds no reference to this object:
-        a reference cycle would keep the memory until the garbage collector runs."""
-        return LayerCache(
-            self.keys[i], self.values[i], self.positions, self.mask, self.heads_per_key
-        )
+    def layer(self, i: int) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+        """Layer i's attention, for the positions from `reserve`."""
+        return partial(self.attend, self.keys[i], self.values[i])
 
-
-class LayerCache(NamedTuple):
-    """One layer's keys and values (B, K, S, D)."""
-
-    keys: Tensor
-    values: Tensor
-    positions: Tensor  # (T,)
-    mask: Tensor  # (H / K * T, S)
-    heads_per_key: int
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Store keys and values (B, K, T, D) of the new tokens, then let their queries (B, H, T, D)
-        attend to everything in the cache. Returns (B, H, T, D)."""
+    def attend(self, keys: Tensor, values: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Store keys and values (B, K, T, D) of the new tokens in a layer's `keys` and `values`
+        (B, K, S, D), then let their queries (B, H, T, D) attend to everything in them. Returns (B,
+        H, T, D)."""
         B, H, T, D = q.shape
-        keys = self.keys.index_copy_(2, self.positions, k)
-        values = self.values.index_copy_(2, self.positions, v)
+        keys.index_copy_(2, self.positions, k)
+        values.index_copy_(2, self.positions, v)
         # the query heads that share a key head become rows of one matmul
         rows = q.reshape(B, k.shape[1], self.heads_per_key * T, D)
         y = F.scaled_dot_product_attention(rows, keys, values, attn_mask=self.mask)

@@ -301,7 +301,7 @@ def test_f07_a_samples_cache_is_freed_when_it_is_drawn(monkeypatch):
 def test_f89_a_model_that_a_cache_does_not_serve_samples_without_one(monkeypatch, capsys):
     """Covers edits of the attention in model.py alone, such as ALiBi."""
     model = tiny().eval()
-    monkeypatch.setattr(generation.LayerCache, "attend", lambda self, q, k, v: torch.zeros_like(q))
+    monkeypatch.setattr(KVCache, "attend", lambda self, keys, values, q, k, v: 0 * q)
     tokens = expected = tokens_for(model, length=3)
     for _ in range(5):
         new = model(expected[:, -model.config.block_size :])[:, -1].argmax(-1, keepdim=True)
