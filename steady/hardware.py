@@ -92,36 +92,30 @@ def choose_device(name: str = "auto", local_rank: int | None = None) -> torch.de
 
 
 def choose_dtype(name: str, device: torch.device, width: int = 0) -> torch.dtype:
-    """The dtype to compute in. "auto" is bfloat16 or float16 on a GPU and float32 elsewhere. When
-    training on a CPU it is the choice of `fastest_on_cpu` for the model's `width`. Width 0 means
-    float32, for example for several processes, whose processors might differ.
+    """The dtype to compute in. "auto" is bfloat16 or float16 on a GPU and float32 elsewhere, except
+    for training on a CPU, where the model's `width` decides: a bfloat16 matmul takes a quarter of
+    float32's time with Intel's AMX and half with AMD's AVX512_BF16, but longer with Intel's
+    AVX512_BF16, and narrow models gain nothing. Width 0 means float32, for example for several
+    processes, whose processors might differ.
 
     In training, weights, gradients and optimizer state are always float32.
     """
     if name == "auto":
-        name = fastest_on_cpu(width) if device.type == "cpu" else "float32"
+        name = "float32"
         if device.type == "cuda":
             native = torch.cuda.is_bf16_supported(including_emulation=False)
             name = "bfloat16" if native else "float16"
+        elif device.type == "cpu" and width >= MIN_BFLOAT16_WIDTH:
+            cpu = processor()
+            if "amx_bf16" in cpu or "AuthenticAMD" in cpu and "avx512_bf16" in cpu:
+                name = "bfloat16"
     return getattr(torch, name)
 
 
-def fastest_on_cpu(width: int, cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
-    """The dtype in which a model of this width trains fastest on this CPU. A bfloat16 matmul takes
-    a quarter of float32's time with Intel's AMX and half with AMD's AVX512_BF16, but longer with
-    Intel's AVX512_BF16. Narrow models gain nothing.
-    """
-    flags = described(cpuinfo)
-    fast = "amx_bf16" in flags or "AuthenticAMD" in flags and "avx512_bf16" in flags
-    return "bfloat16" if fast and width >= MIN_BFLOAT16_WIDTH else "float32"
-
-
-def described(cpuinfo: Path) -> str:
+def processor() -> str:
     """Linux's description of the processor; empty on other systems."""
-    try:
-        return cpuinfo.read_text(encoding="utf-8")
-    except OSError:
-        return ""
+    path = Path("/proc/cpuinfo")
+    return path.read_text(encoding="utf-8") if path.exists() else ""
 
 
 def autocast(device: torch.device, dtype: torch.dtype) -> contextlib.AbstractContextManager:
@@ -191,13 +185,7 @@ def prepare(device: torch.device, dtype: torch.dtype, width: int, block_size: in
     use_onednn(device, dtype, width, block_size)
 
 
-def use_onednn(
-    device: torch.device,
-    dtype: torch.dtype,
-    width: int,
-    block_size: int,
-    cpuinfo: Path = Path("/proc/cpuinfo"),
-) -> bool:
+def use_onednn(device: torch.device, dtype: torch.dtype, width: int, block_size: int) -> bool:
     """Set how a CPU multiplies and attends. Returns whether oneDNN runs the float32 matmuls.
 
     On AMD with AVX-512, torch's default, MKL, is half as fast as oneDNN (190 against 400 GFLOP/s on
@@ -210,8 +198,7 @@ def use_onednn(
     """
     if device.type != "cpu":
         return False
-    processor = described(cpuinfo)
-    suitable = "AuthenticAMD" in processor and "amx" not in processor
+    suitable = "AuthenticAMD" in processor() and "amx" not in processor()
     wide = torch.backends.cpu.get_cpu_capability() == "AVX512" and width >= 64
     multiplies = dtype == torch.float32 and suitable and wide
     if multiplies:

@@ -32,13 +32,12 @@ def test_device_and_dtype_are_chosen_and_can_be_overridden(monkeypatch):
         ("AuthenticAMD avx512f avx512_bf16", 128, "bfloat16"),
         ("GenuineIntel avx512f avx512_bf16", 128, "float32"),  # slower than float32
         ("GenuineIntel avx512f", 128, "float32"),  # no bfloat16 instructions
-        (None, 128, "float32"),  # not Linux
+        ("", 128, "float32"),  # not Linux
     ],
 )
-def test_cpus_compute_in_bfloat16_where_that_is_known_to_be_fast(tmp_path, flags, width, dtype):
-    if flags:
-        (tmp_path / "cpuinfo").write_text(flags, encoding="utf-8")
-    assert hardware.fastest_on_cpu(width, tmp_path / "cpuinfo") == dtype
+def test_cpus_compute_in_bfloat16_where_that_is_known_to_be_fast(monkeypatch, flags, width, dtype):
+    monkeypatch.setattr(hardware, "processor", lambda: flags)
+    assert hardware.choose_dtype("auto", CPU, width) == getattr(torch, dtype)
 
 
 def test_f20_mfu_only_where_the_peak_is_known(monkeypatch):
@@ -69,11 +68,9 @@ def test_f20_mfu_only_where_the_peak_is_known(monkeypatch):
     assert hardware.peak_flops(torch.device("cpu"), torch.bfloat16) is None
 
 
-def processor(tmp_path, monkeypatch, vendor, capability):
+def set_processor(monkeypatch, vendor, capability):
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
-    path = tmp_path / "cpuinfo"
-    path.write_text(f"vendor_id\t: {vendor}\n", encoding="utf-8")
-    return path
+    monkeypatch.setattr(hardware, "processor", lambda: f"vendor_id\t: {vendor}\n")
 
 
 @pytest.mark.parametrize(
@@ -87,21 +84,22 @@ def processor(tmp_path, monkeypatch, vendor, capability):
     ],
 )
 def test_onednn_multiplies_only_where_it_is_faster_and_exact(
-    tmp_path, monkeypatch, vendor, capability, width, used
+    monkeypatch, vendor, capability, width, used
 ):
-    cpuinfo = processor(tmp_path, monkeypatch, vendor, capability)
-    assert hardware.use_onednn(CPU, torch.float32, width, 64, cpuinfo) is used
+    set_processor(monkeypatch, vendor, capability)
+    assert hardware.use_onednn(CPU, torch.float32, width, 64) is used
     assert torch.get_float32_matmul_precision() == ("medium" if used else "highest")
     assert torch.backends.cuda.flash_sdp_enabled() is not used
 
 
-def test_onednn_is_not_used_where_the_processor_is_not_known(tmp_path):
-    assert hardware.use_onednn(CPU, torch.float32, 128, 64, tmp_path / "none") is False
+def test_onednn_is_not_used_where_the_processor_is_not_known(monkeypatch):
+    monkeypatch.setattr(hardware, "processor", lambda: "")
+    assert hardware.use_onednn(CPU, torch.float32, 128, 64) is False
 
 
-def test_long_contexts_keep_the_fused_attention(tmp_path, monkeypatch):
-    cpuinfo = processor(tmp_path, monkeypatch, "AuthenticAMD", "AVX512")
-    assert hardware.use_onednn(CPU, torch.float32, 128, 1024, cpuinfo)
+def test_long_contexts_keep_the_fused_attention(monkeypatch):
+    set_processor(monkeypatch, "AuthenticAMD", "AVX512")
+    assert hardware.use_onednn(CPU, torch.float32, 128, 1024)
     assert torch.backends.cuda.flash_sdp_enabled()
 
 
