@@ -173,7 +173,7 @@ def test_what_people_write_by_mistake_is_answered_with_what_to_write(settings, a
     assert len(str(error.value)) < 400 and "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("name", ["batch_size", "n_layer", "num_samples", "vocab_size"])
+@pytest.mark.parametrize("name", ["batch_size", "num_samples", "vocab_size"])
 def test_f50_settings_have_an_upper_limit(name):
     with pytest.raises(ValueError, match=rf"{name}=.* must be at least . and at most \d+"):
         check_values({name: 2**63})
