@@ -260,22 +260,19 @@ def run_config_file(
         for name in set(sys.modules) - before:  # the next config may have another base
             if os.path.dirname(getattr(sys.modules[name], "__file__", None) or "") == folder:
                 del sys.modules[name]
-    defined = set()  # imported modules, functions and classes are tools, not settings
+    imported = set()  # such as pi, from math
     for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Import | ast.ImportFrom):
-            names = {(alias.asname or alias.name).split(".")[0] for alias in node.names}
-            module = getattr(node, "module", None) or ""
-            if "*" in names and module.partition(".")[0] in sys.stdlib_module_names:
-                names |= vars(sys.modules[module]).keys()  # such as pi, from math
-            defined |= names
-        elif isinstance(node, ast.FunctionDef | ast.ClassDef):
-            defined.add(node.name)
+        if isinstance(node, ast.ImportFrom):
+            imported |= {alias.asname or alias.name for alias in node.names}
+            star = node.names[0].name == "*"
+            if star and str(node.module).partition(".")[0] in sys.stdlib_module_names:
+                imported |= vars(sys.modules[node.module]).keys()
     for key, value in namespace.items():
         if key in settings:
             config[key] = check(settings[key], value, f"{path}: {key}")
-        elif isinstance(value, types.ModuleType) or callable(value):
-            continue  # from a star import
-        elif not key.startswith("_") and key not in defined and key not in ignored:
+        elif isinstance(value, types.ModuleType) or callable(value) or key in imported:
+            continue  # a tool, not a setting
+        elif not key.startswith("_") and key not in ignored:
             raise UserError(
                 f"unknown setting {key!r} in {path}{nearest(key, settings)} "
                 "(helper variables must begin with an underscore)"
@@ -312,11 +309,9 @@ def check_values(values: dict[str, Any]) -> None:
     for name, choices in CHOICES.items():
         if values.get(name, choices[0]) not in choices:
             raise UserError(f"unknown {name}={shown(values[name])}: use {', '.join(choices)}")
-    for name in ("out_dir", "dataset"):
+    for name in ("out_dir", "dataset", "init_from"):
         if values.get(name) == "":
-            raise UserError(f"{name} is empty: name a folder (. is the current one)")
-    if values.get("init_from") == "":
-        raise UserError("init_from is empty: use scratch, resume, or a model's folder or hub ID")
+            raise UserError(f"{name} is empty: leave it out, or name a folder (. is this one)")
     begin = values.get("init_from", "scratch")  # or any model folder or hub ID
     likely = difflib.get_close_matches(begin.lower(), ("scratch", "resume"), n=1)
     if likely and begin not in likely and not os.path.exists(begin):
