@@ -174,24 +174,18 @@ def flags_given() -> set[str]:
     return {argument.partition("=")[0] for argument in sys.argv[1:]}
 
 
-def batch_note(script: str | Path) -> str | None:
+def batch_note(settings: dict[str, Setting], asked: dict[str, Any]) -> str | None:
     """A note if `--batch_size` alone changes the global batch size; it names the accumulation steps
-    that keep it. Else None."""
-    given = flags_given()
-    if "--batch_size" not in given or "--gradient_accumulation_steps" in given:
-        return None
-    settings = read_settings(script)
-    size = resolve(settings, sys.argv[1:])["batch_size"]
+    that keep it. Else None. `asked` are the settings after the command line."""
     rest = [argument for argument in sys.argv[1:] if not argument.startswith("--batch_size=")]
-    planned = resolve(settings, rest)
-    steps, before = planned["gradient_accumulation_steps"], planned["batch_size"]
-    if size == before:
+    size, before = asked["batch_size"], resolve(settings, rest)["batch_size"]
+    steps = asked["gradient_accumulation_steps"]
+    if size == before or "--gradient_accumulation_steps" in flags_given():
         return None
     kept = max(1, round(before * steps / size))
-    keeps = "keeps it" if kept * size == before * steps else f"makes it {kept * size}"
     return (
         f"note: --batch_size={size} alone makes an iteration {size * steps} sequences instead of "
-        f"{before * steps}; --gradient_accumulation_steps={kept} {keeps}"
+        f"{before * steps}; --gradient_accumulation_steps={kept} makes it {kept * size}"
     )
 
 

@@ -104,7 +104,7 @@ class RunLog:
                 shown.append(f"{name}={config[name]}")
         text = "settings " + (", ".join(shown) or "all at their defaults")
         self.line(textwrap.fill(text, 100, subsequent_indent="  ", break_on_hyphens=False))
-        notes = batch_note(script), architecture_note(asked, config), schedule_note(config)
+        notes = batch_note(settings, asked), architecture_note(asked, config), schedule_note(config)
         for note in notes:
             if note:
                 self.line(note)

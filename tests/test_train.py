@@ -1005,7 +1005,7 @@ def test_a_batch_size_alone_is_said_to_change_the_global_batch(run, sums, tmp_pa
     shown = run("train.py", config, *tiny, f"--dataset={sums}", f"--out_dir={tmp_path}",
                 "--batch_size=2", "--max_iters=0")  # fmt: skip
     assert ("note: --batch_size=2 alone makes an iteration 8 sequences instead of 12; "
-            "--gradient_accumulation_steps=6 keeps it\n") in shown  # fmt: skip
+            "--gradient_accumulation_steps=6 makes it 12\n") in shown  # fmt: skip
     for arguments, end in (
         (["--batch_size=5"], "20 sequences instead of 12; --gradient_accumulation_steps=2 makes "
          "it 10"),
@@ -1013,7 +1013,8 @@ def test_a_batch_size_alone_is_said_to_change_the_global_batch(run, sums, tmp_pa
         (["--batch_size=2", "--gradient_accumulation_steps=4"], None),
     ):  # fmt: skip
         monkeypatch.setattr(sys, "argv", ["train.py", str(config), *arguments])
-        note = batch_note(ROOT / "train.py")
+        settings = read_settings(ROOT / "train.py")
+        note = batch_note(settings, resolve(settings, sys.argv[1:]))
         assert note is None if end is None else note.endswith(end)
 
 
