@@ -76,9 +76,9 @@ def require_room(
     """Raises UserError if `device` cannot hold n samples of prompt + new tokens. Allocates
     nothing."""
     values = 2 * config.n_layer * config.n_kv_head * config.head_dim  # cached per token
-    cache = dtype.itemsize * n * values * min(config.block_size, prompt + new)
-    tokens = 2 * 8 * n * (prompt + new)  # every new token copies them
-    needed = (cache + tokens + 3 * 4 * n * config.vocab_size) / 2**30  # logits, sorted, cumulative
+    cache = dtype.itemsize * values * min(config.block_size, prompt + new)
+    tokens, logits = 2 * 8 * (prompt + new), 3 * 4 * config.vocab_size  # with copies
+    needed = n * (cache + tokens + logits) / 2**30
     machine_gib = hardware.available_memory_gib(device)
     if needed > machine_gib:
         raise UserError(
@@ -113,29 +113,24 @@ def generate(
     """
     size = model.config.block_size
     ids = model.config.vocab_size  # a tokenizer may have more
-    serves = cache_is_exact(model, min(vocab_size or ids, ids))
-    if not serves:
+    cache = None
+    if cache_is_exact(model, min(vocab_size or ids, ids)):
+        length = min(size, tokens.shape[1] + max_new_tokens)
+        dtype = compute_dtype(model.lm_head.weight)
+        cache = KVCache(model.config, tokens.shape[0], length, tokens.device, dtype)
+    else:
         print("note: a KV cache changes this model's output: sampling without one, which is slow",
               file=sys.stderr)  # fmt: skip
-        cuda_graph = False
-    length = min(size, tokens.shape[1] + max_new_tokens)
-    dtype = compute_dtype(model.lm_head.weight)
-    cache = None
-    if serves:
-        cache = KVCache(model.config, tokens.shape[0], length, tokens.device, dtype)
-
-    def step(context: Tensor) -> Tensor:
-        return model(context, cache=cache)
-
+    step = partial(model, cache=cache)
     decode = None  # the recorded step for a single token
     held, context = 0, tokens[:, -size:]
     for _ in range(max_new_tokens):
         if cache is None:
-            held, context = 0, tokens[:, -size:]  # recompute all of them
+            context = tokens[:, -size:]  # recompute all of them
         elif held + context.shape[1] > size:
             cache.position.zero_()
             held, context = 0, tokens[:, -max(1, size // 2) :]
-        single = context.shape[1] == 1
+        single = cache is not None and context.shape[1] == 1
         logits = decode(context) if decode and single else step(context)
         if cuda_graph and single and not decode:
             decode = as_cuda_graph(step, context)
