@@ -13,9 +13,9 @@ from torch import nn
 
 from steady.distributed import Process
 from steady.environment import (
+    cache_obstacle,
     compile_obstacle,
     expandable_segments,
-    provide_cache_folder,
     provide_libcuda,
 )
 from steady.kernels import kernels_work
@@ -89,7 +89,7 @@ def plan(compile: bool, mode: str, device: torch.device) -> Plan:
     # last eight years know them. With an older one the run falls back to eager and says so.
     if platform.machine() in ("x86_64", "AMD64"):
         os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
-    unwritable = provide_cache_folder()  # torch needs one even for eager training
+    unwritable = cache_obstacle()
     if device.type == "cuda":
         provide_libcuda()
     obstacle = (unwritable or compile_obstacle(device)) if compile else "compile=False"

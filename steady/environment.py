@@ -3,6 +3,7 @@
 `python -m steady.environment` prints a report for bug reports.
 """
 
+import atexit
 import contextlib
 import ctypes
 import os
@@ -12,7 +13,6 @@ import sys
 import sysconfig
 import tempfile
 from pathlib import Path
-from typing import Any
 
 from steady import start_script
 
@@ -76,32 +76,26 @@ def provide_libcuda(maps: Path = Path("/proc/self/maps")) -> str | None:
     library = re.search(r"/\S*/libcuda\.so[.\d]*$", mapped, re.MULTILINE)
     if library is None:
         return "libcuda.so.1 is not loaded: is the NVIDIA driver installed?"
-    folder = tempfile.TemporaryDirectory(prefix="libcuda-")
-    _kept_until_exit.append(folder)
+    folder = tempfile.mkdtemp(prefix="libcuda-")
+    atexit.register(shutil.rmtree, folder)
     for name in ("libcuda.so", "libcuda.so.1"):
-        (Path(folder.name) / name).symlink_to(library.group())
-    os.environ["TRITON_LIBCUDA_PATH"] = folder.name
+        (Path(folder) / name).symlink_to(library.group())
+    os.environ["TRITON_LIBCUDA_PATH"] = folder
     return None
 
 
-def provide_cache_folder() -> str | None:
-    """Give torch a temporary cache folder if the one in TORCHINDUCTOR_CACHE_DIR is not writable.
-    Returns the problem with that one."""
+def cache_obstacle() -> str | None:
+    """The problem if the folder in TORCHINDUCTOR_CACHE_DIR is not writable. It also unsets that
+    variable, because torch needs a folder even for eager training; its default is temporary."""
     chosen = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
-    if not chosen:
-        return None
     try:
-        os.makedirs(chosen, exist_ok=True)
-        tempfile.TemporaryFile(dir=chosen).close()
+        if chosen:
+            os.makedirs(chosen, exist_ok=True)
+            tempfile.TemporaryFile(dir=chosen).close()
     except OSError as error:
-        folder = tempfile.TemporaryDirectory(prefix="torchinductor-")
-        _kept_until_exit.append(folder)
-        os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder.name
+        del os.environ["TORCHINDUCTOR_CACHE_DIR"]
         return f"TORCHINDUCTOR_CACHE_DIR={chosen} cannot be written to: {error.strerror}"
     return None
-
-
-_kept_until_exit: list[Any] = []
 
 
 def expandable_segments() -> bool:

@@ -192,7 +192,7 @@ def test_f48_a_cache_folder_that_cannot_be_written_is_replaced(monkeypatch):
     assert plan.obstacle == (
         "TORCHINDUCTOR_CACHE_DIR=/dev/null/cache cannot be written to: Not a directory"
     )
-    assert os.access(os.environ["TORCHINDUCTOR_CACHE_DIR"], os.W_OK)
+    assert "TORCHINDUCTOR_CACHE_DIR" not in os.environ  # torch uses its default folder
 
 
 # ---- too little memory -------------------------------------------------------------------------
