@@ -64,11 +64,7 @@ def start_script() -> None:
 def open_closed_streams() -> None:
     """Point closed standard streams (`>&-`) at the null device. Otherwise the next open file, such
     as a checkpoint, becomes descriptor 1 and receives everything that libraries print."""
-    for number in range(3):
-        try:
-            os.fstat(number)
-        except OSError:
-            os.open(os.devnull, os.O_RDWR)  # takes the lowest free number: this one
-    for name, number in (("stdout", 1), ("stderr", 2)):
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
         if getattr(sys, name) is None:  # Python found it closed
-            setattr(sys, name, open(number, "w", encoding="utf-8", closefd=False))
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest free number: this one
+            setattr(sys, name, open(number, "r+", encoding="utf-8", closefd=False))
