@@ -22,6 +22,7 @@ from steady.kernels import kernels_work
 from steady.recompute import repeated_blocks
 
 GRAPH_MODES = ("reduce-overhead", "max-autotune")  # compile modes that record CUDA graphs
+SKIPS_LOG = "torch._inductor.cudagraph_utils.__cudagraphs"
 MIN_AUTOTUNE_PROCESSORS = 68  # multiprocessors that torch needs to autotune matmuls
 MAX_VERSIONS = 256  # of a block's code: each block may use its own constants, such as its index
 
@@ -94,23 +95,13 @@ def plan(compile: bool, mode: str, device: torch.device) -> Plan:
         provide_libcuda()
     obstacle = (unwritable or compile_obstacle(device)) if compile else "compile=False"
     cuda_graphs = not obstacle and mode in GRAPH_MODES and device.type == "cuda"
-    if cuda_graphs:
-        listen_for_skips()
+    if cuda_graphs:  # print torch's reasons for not recording a graph
+        logging.getLogger(SKIPS_LOG).addHandler(logging.StreamHandler())
     return Plan(obstacle, mode, cuda_graphs)
 
 
-def listen_for_skips() -> None:
-    """Collect torch's reasons for not recording a CUDA graph in `skip_reasons`."""
-    handler = logging.Handler()
-    handler.emit = lambda record: skip_reasons.append(record.getMessage().splitlines()[0])
-    logging.getLogger("torch._inductor.cudagraph_utils.__cudagraphs").addHandler(handler)
-
-
-skip_reasons: list[str] = []
-
-
 def graphs_report() -> str:
-    """One line: how many CUDA graphs this process has recorded and skipped, and why."""
+    """One line: how many CUDA graphs this process has recorded and skipped."""
     from torch._inductor.cudagraph_trees import get_manager
 
     def count(nodes: list[Any]) -> int:
@@ -119,9 +110,7 @@ def graphs_report() -> str:
     manager = get_manager(torch.cuda.current_device(), create_if_none_exists=False)
     recorded = count(list(manager.get_roots())) if manager else 0
     skipped = torch._dynamo.utils.counters["inductor"]["cudagraph_skips"]
-    why = "; ".join(dict.fromkeys(skip_reasons)) or "set TORCH_LOGS=cudagraphs to see why"
-    return f"CUDA graphs: {recorded} recorded, " + (f"{skipped} skipped: {why}" if skipped else
-                                                    "none skipped")  # fmt: skip
+    return f"CUDA graphs: {recorded} recorded, {skipped or 'none'} skipped"
 
 
 def compile_model(

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import logging
 import os
 import pty
 import random
@@ -979,7 +980,7 @@ def test_the_bar_shows_loss_time_left_and_memory(monkeypatch, tmp_path):
     assert "loss 2.5000, 11.7 GiB" in bar and "1/10 [" in bar and "<" in bar
 
 
-def test_graphs_that_were_skipped_are_counted_with_their_reason(monkeypatch):
+def test_graphs_that_were_skipped_are_counted_and_their_reason_is_shown(monkeypatch, capsys):
     """test_gpu.py counts the recorded ones."""
     from torch._inductor.cudagraph_utils import log_cudagraph_skip_and_bump_counter
 
@@ -987,15 +988,16 @@ def test_graphs_that_were_skipped_are_counted_with_their_reason(monkeypatch):
     monkeypatch.setattr(
         "torch._inductor.cudagraph_trees.get_manager", lambda device, create_if_none_exists: None
     )
-    monkeypatch.setattr(compiling, "skip_reasons", [])
+    monkeypatch.setattr(compiling, "compile_obstacle", lambda device: None)
+    monkeypatch.setattr(compiling, "provide_libcuda", lambda: None)
+    monkeypatch.setattr(logging.getLogger(compiling.SKIPS_LOG), "handlers", [])
     counters = torch._dynamo.utils.counters["inductor"]
     monkeypatch.setitem(counters, "cudagraph_skips", 0)
     assert compiling.graphs_report() == "CUDA graphs: 0 recorded, none skipped"
-    compiling.listen_for_skips()
+    compiling.plan(True, "reduce-overhead", torch.device("cuda"))
     log_cudagraph_skip_and_bump_counter("skipping cudagraphs due to a CPU tensor (x)\nat ...")
-    assert compiling.graphs_report() == (
-        "CUDA graphs: 0 recorded, 1 skipped: skipping cudagraphs due to a CPU tensor (x)"
-    )
+    assert compiling.graphs_report() == "CUDA graphs: 0 recorded, 1 skipped"
+    assert "skipping cudagraphs due to a CPU tensor (x)" in capsys.readouterr().err
 
 
 def test_a_batch_size_alone_is_said_to_change_the_global_batch(run, sums, tmp_path, monkeypatch):
