@@ -148,9 +148,8 @@ def configure(
         name: s._replace(default=namespace.get(name, s.default)) for name, s in own.items()
     }
     if {"--help", "-h"} & set(sys.argv[1:]):
-        usage = f"usage: python {sys.argv[0]}\n\n{namespace.get('__doc__')}"
         about = (namespace.get("__doc__") or "").partition("\n\n")[0]
-        print(describe(settings, sys.argv[0], positional, about) if settings else usage)
+        print(describe(settings, sys.argv[0], positional, about))
         raise SystemExit(0)
     ignores = read_settings(ignored) if ignored else {}
     config = resolve(settings, sys.argv[1:], ignores, config_files=bool(positional))
