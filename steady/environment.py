@@ -23,7 +23,7 @@ import torch
 from torch.utils import collect_env
 
 from steady.hardware import choose_device
-from steady.kernels import kernels_work
+from steady.kernels import kernels_work, triton
 
 
 def compile_obstacle(device: torch.device) -> str | None:
@@ -40,9 +40,7 @@ def compile_obstacle(device: torch.device) -> str | None:
         major, minor = torch.cuda.get_device_capability(device)
         if major < 7:
             return f"Triton needs compute capability 7.0, this GPU has {major}.{minor}"
-        try:
-            import triton  # noqa: F401
-        except ImportError:
+        if triton is None:
             return "Triton is not installed (pip install triton)"
         problem = provide_libcuda()
         if problem:
