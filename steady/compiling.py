@@ -125,10 +125,8 @@ def compile_model(
     separately (dynamic=False), because code for all shapes is slow.
     """
     parts = repeated_blocks(model) if sharded else compiled_parts(model)
-    for part in parts:  # undo an earlier call
+    for part in parts:  # undo an earlier call (there is none with fsdp, see memory.fit)
         part._compiled_call_impl = None
-        if hasattr(part.forward, "_torchdynamo_orig_callable"):
-            part.forward = part.forward._torchdynamo_orig_callable
     if not plan.compiled:
         return model
     # TORCHDYNAMO_SUPPRESS_ERRORS would silently run code that cannot be compiled.
