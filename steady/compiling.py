@@ -23,7 +23,6 @@ from steady.recompute import repeated_blocks
 
 GRAPH_MODES = ("reduce-overhead", "max-autotune")  # compile modes that record CUDA graphs
 SKIPS_LOG = "torch._inductor.cudagraph_utils.__cudagraphs"
-MIN_AUTOTUNE_PROCESSORS = 68  # multiprocessors that torch needs to autotune matmuls
 MAX_VERSIONS = 256  # of a block's code: each block may use its own constants, such as its index
 
 
@@ -52,13 +51,6 @@ class Plan:
         name = str(device)
         if device.type == "cuda":
             name = f"{device} ({torch.cuda.get_device_name(device)})"
-            processors = torch.cuda.get_device_properties(device).multi_processor_count
-            autotunes = self.compiled and self.mode.startswith("max-autotune")
-            if autotunes and processors < MIN_AUTOTUNE_PROCESSORS:
-                compiled += (
-                    f", but not autotuned: the GPU has {processors} multiprocessors, "
-                    f"{MIN_AUTOTUNE_PROCESSORS} are needed"
-                )
             if not kernels_work():
                 compiled += ", without custom kernels (slower, more memory)"
             if not expandable_segments():
