@@ -226,7 +226,7 @@ def test_f12_every_combination_trains_like_the_eager_float32_reference(matrix, r
 def test_f03_f04_graphs_are_recorded_once_and_only_where_asked(matrix, cell):
     found = matrix[cell]
     assert found["skips"] == 0
-    said = re.search(r"^CUDA graphs: (\d+) recorded, none skipped$", found["shown"], re.MULTILINE)
+    said = re.search(r"^CUDA graphs: none skipped$", found["shown"], re.MULTILINE)
     assert bool(said) is (cell[0] in compiling.GRAPH_MODES)
     if cell[0] in compiling.GRAPH_MODES:
         assert 3 <= found["recorded"] <= 8  # forward, backward, evaluation and warm-ups
