@@ -295,7 +295,7 @@ with saving:
         # ---- forward and backward ---------------------------------------------
         torch.manual_seed(hash((seed, iter_num, process.rank)))  # a resume gets the same dropout
         loss = forward_backward(model, islice(micro_batches, micro_steps))
-        distributed.sum_gradients(process, parameters, in_place=plan.cuda_graphs)
+        distributed.sum_gradients(process, parameters)
 
         # ---- clip and step ----------------------------------------------------
         scaler.unscale_(opt)

@@ -361,39 +361,23 @@ def any_process(flag: bool) -> bool:
 
 
 @torch.no_grad()
-def flatten_gradients(parameters: Sequence[nn.Parameter]) -> Tensor:
-    """All gradients in one new tensor, with zeros for missing ones, followed by one flag per
-    parameter: 1.0 if it has a gradient, else 0.0."""
-    device = parameters[0].device
-    parts = [
-        torch.zeros(p.numel(), device=device) if p.grad is None else p.grad.flatten()
-        for p in parameters
-    ]
-    present = torch.tensor([float(p.grad is not None) for p in parameters]).to(device)
-    return torch.cat([*parts, present])
-
-
-@torch.no_grad()
-def sum_gradients(process: Process, parameters: Sequence[nn.Parameter], in_place: bool) -> None:
-    """With ddp, replace the gradients by their sums over all processes, in one all-reduce.
+def sum_gradients(process: Process, parameters: Sequence[nn.Parameter]) -> None:
+    """With ddp, replace the gradients by their sums over all processes, in one all-reduce. They
+    stay in the same tensors, as CUDA graphs need.
 
     A parameter's gradient stays None if no process has one, so that the optimizer skips it.
-    in_place: keep the tensors that hold the gradients, as CUDA graphs need.
     """
-    if not process.sums_gradients or not parameters:
+    if not process.sums_gradients:
         return
-    flat = flatten_gradients(parameters)
-    dist.all_reduce(flat)
-    sizes = [p.numel() for p in parameters]
-    *sums, counts = flat.split([*sizes, len(sizes)])
-    missing = any(p.grad is None for p in parameters)
-    present = (counts > 0).tolist() if missing else [True] * len(sizes)  # tolist waits for the GPU
-    for parameter, total, is_present in zip(parameters, sums, present, strict=True):
-        total = total.view_as(parameter).to(parameter.dtype)
-        if in_place and parameter.grad is not None:
-            parameter.grad.copy_(total)
-        elif is_present:
-            parameter.grad = total
+    present = all_reduce_sum(torch.tensor([float(p.grad is not None) for p in parameters]))
+    used = [p for p, count in zip(parameters, present.tolist(), strict=True) if count]
+    for parameter in used:
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+    gradients = [p.grad for p in used]
+    flat = all_reduce_sum(torch.cat([gradient.flatten() for gradient in gradients]))
+    sums = zip(flat.split([g.numel() for g in gradients]), gradients, strict=True)
+    torch._foreach_copy_(gradients, [total.view_as(gradient) for total, gradient in sums])
 
 
 def blocks_per_group(n_layer: int, block_params: int) -> int:

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from model import GPT, GPTConfig
 from steady import checkpoint, compiling, distributed
 from steady.dataloader import TokenFile, eval_batches
-from steady.distributed import Process, flatten_gradients
+from steady.distributed import Process, sum_gradients
 from steady.optim import build_optimizer, clip_gradients
 from steady.recompute import use_activation_checkpointing
 from steady.runlog import read_metrics
@@ -310,14 +310,21 @@ def test_f23_every_process_evaluates_equally_many_batches(sums):
     assert (second[-1][1] == -1).all() and (first[-1][1] != -1).all()
 
 
-def test_f12_gradients_are_exchanged_as_one_flat_tensor():
-    model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Linear(2, 1))
-    model(torch.ones(1, 3)).sum().backward()
-    parameters = list(model.parameters())
-    parameters[1].grad = None
-    flat = flatten_gradients(parameters)
-    expected = [p.grad.flatten() if p.grad is not None else torch.zeros(2) for p in parameters]
-    assert torch.equal(flat, torch.cat([*expected, torch.tensor([1.0, 0.0, 1.0, 1.0])]))
+def test_f12_f59_gradients_are_exchanged_as_one_flat_tensor_and_stay_in_place(monkeypatch):
+    def add_another_process(tensor):  # it has no gradient for parameters 0 and 3
+        calls.append(len(tensor))
+        return tensor.add_(torch.tensor([0.0, 1.0, 1.0, 0.0]) if len(calls) == 1 else 1.0)
+
+    monkeypatch.setattr(distributed, "all_reduce_sum", add_another_process)
+    calls, parameters = [], [torch.nn.Parameter(torch.zeros(n, 2)) for n in (1, 2, 3, 4)]
+    for parameter in parameters[::2]:
+        parameter.grad = torch.ones_like(parameter)
+    before = [p.grad for p in parameters]
+    sum_gradients(Process(0, 0, 2), parameters)
+    assert calls == [4, 2 + 4 + 6]  # all flags, then all gradients
+    assert [p.grad is None for p in parameters] == [False, False, False, True]
+    assert (parameters[0].grad == 2).all() and (parameters[1].grad == 1).all()
+    assert all(p.grad is b for p, b in zip(parameters[::2], before[::2], strict=True))
 
 
 # ---- faults -----------------------------------------------------------------------------------
