@@ -262,19 +262,14 @@ def rendezvous_prefix(store: dist.Store, process: Process) -> str:
 
 
 def on_rank0_first(process: Process, action: Callable[[], Any]) -> Any:
-    """Run `action()` on rank 0 and return its result on every process. If it raises an OSError or a
-    UserError, the other processes exit without a message."""
-    error, result = None, None
+    """Run `action()` on rank 0 and return its result on every process. If it raises an error, the
+    other processes exit without a message."""
     try:
-        result = action() if process.master else None
-    except (OSError, UserError) as found:
-        error = found
-    failed, result = gather_objects(process, (error is not None, result))[0]
-    if error is not None:
-        raise error
-    if failed:
+        return all_or_none(process, lambda: action() if process.master else None)[0]
+    except OSError:
+        if process.master:
+            raise
         exit_now(1)
-    return result
 
 
 def all_or_none(process: Process, action: Callable[[], Any]) -> list[Any]:
