@@ -11,7 +11,6 @@ fsdp: PyTorch's FSDP2. Every process holds a shard of the weights, gradients and
 import atexit
 import contextlib
 import functools
-import hashlib
 import json
 import os
 import re
@@ -98,11 +97,11 @@ def first_in_launch(key: str, value: str) -> str:
     before a restart: torchrun's agent keeps the store. Without a store, `value` itself."""
     if not has_store():
         return value
-    key += "/" + hashlib.sha256(repr(sys.argv).encode()).hexdigest()  # a launch can run many
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     try:
         store = dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=60))
-        return store.compare_set(f"steady/{key}", "", value).decode()
+        key = f"steady/{key}/{sys.argv}"  # a launch can run several commands
+        return store.compare_set(key, "", value).decode()
     except RuntimeError:  # without a store no restart can ask for it
         return value
 
@@ -198,9 +197,6 @@ def start(process: Process, config: dict[str, Any], cuda_graphs: bool = False) -
         config |= json.loads(first_in_launch("names", names))
     if world_size == 1:
         return
-    port = os.environ.get("MASTER_PORT", "0")
-    if not (port.isdecimal() and int(port) < 2**16):
-        raise UserError(f"MASTER_PORT={port} is not a port: use a number below 65536")
     if backend == "auto":
         backend = "nccl" if process.device.type == "cuda" else "gloo"
     if backend == "nccl":
@@ -211,8 +207,8 @@ def start(process: Process, config: dict[str, Any], cuda_graphs: bool = False) -
             store = dist.PrefixStore(rendezvous_prefix(store, process), store)
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
     except (ValueError, RuntimeError) as error:
-        reason = str(error).splitlines()[0]
-        raise UserError(f"cannot join {world_size} processes with {backend}: {reason}") from None
+        reason = f"at MASTER_ADDR:MASTER_PORT: {str(error).splitlines()[0]}"
+        raise UserError(f"cannot join {world_size} processes with {backend} {reason}") from None
     show_error = sys.excepthook
 
     def show_error_and_exit(kind: type[BaseException], error: BaseException, trace: Any) -> None:
@@ -247,17 +243,13 @@ def rendezvous_prefix(store: dist.Store, process: Process) -> str:
         signed = {str(rank): store.get(f"steady/{mine}/{rank}").decode() for rank in others}
         store.set(f"steady/{mine}", json.dumps(signed))
         return mine
-    end = time.monotonic() + 1800
-    while time.monotonic() < end:
+    for _ in range(1800 * 20):  # half an hour
         token = store.get("steady/token").decode()
         store.set(f"steady/{token}/{process.rank}", mine)
-        for _ in range(50):
-            if store.check([f"steady/{token}"]):
-                if json.loads(store.get(f"steady/{token}")).get(str(process.rank)) == mine:
-                    return token
-            if store.get("steady/token").decode() != token:
-                break
-            time.sleep(0.02)
+        time.sleep(0.05)
+        if store.check([f"steady/{token}"]):
+            if json.loads(store.get(f"steady/{token}")).get(str(process.rank)) == mine:
+                return token
     raise RuntimeError("the first process does not answer")
 
 

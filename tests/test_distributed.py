@@ -361,7 +361,10 @@ def test_wrong_variables_without_torchrun_are_named(monkeypatch, variables):
 
 def test_a_wrong_port_is_named(monkeypatch):
     monkeypatch.setenv("MASTER_PORT", "x")
-    with pytest.raises(ValueError, match="MASTER_PORT=x is not a port"):
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match="at MASTER_ADDR:MASTER_PORT: invalid literal .* 'x'"):
         config = {"backend": "gloo", "gradient_accumulation_steps": 2}
         distributed.start(Process(0, 0, 2), config)
 
