@@ -130,17 +130,14 @@ def this_process(
     Raises UserError if the variables are incomplete or contradict each other.
     """
     require_torchrun()
-    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
-    found = {name: os.environ.get(name, "(not set)") for name in alone}
-    values = alone if set(found.values()) == {"(not set)"} else found
-    if not all(value.isdecimal() for value in values.values()):
-        values = dict.fromkeys(alone, "0")
-    rank, local_rank, world_size = map(int, values.values())
-    if rank >= world_size:
-        shown = ", ".join(f"{name}={value}" for name, value in found.items())
+    found = [os.environ.get(name, "") for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE")]
+    values = found if any(found) else ["0", "0", "1"]
+    if not all(value.isdecimal() for value in values) or int(values[0]) >= int(values[2]):
         raise UserError(
-            f"{shown} are incomplete or inconsistent: use torchrun, or unset them for one process"
+            f"RANK, LOCAL_RANK and WORLD_SIZE ({', '.join(map(repr, found))}) are incomplete or "
+            "inconsistent: use torchrun, or unset them for one process"
         )
+    rank, local_rank, world_size = map(int, values)
     # width=0: the processors of several machines may differ
     chosen = choose_device(device, local_rank if world_size > 1 else None)
     computed = choose_dtype(dtype, chosen, width if world_size == 1 else 0)
@@ -156,15 +153,10 @@ def require_torchrun() -> None:
     number = max(map(int, sizes), default=1)
     if "RANK" in os.environ or number == 1:
         return
-    command = f"torchrun --standalone --nproc_per_node={number}"
-    if os.environ.get("SLURM_NNODES", "1") not in ("", "1"):
-        command = (
-            "srun --ntasks-per-node=1 torchrun --nnodes=$SLURM_NNODES --nproc_per_node=GPUS "
-            "--rdzv_backend=c10d --rdzv_id=$SLURM_JOB_ID --rdzv_endpoint=FIRST_NODE:29500"
-        )
     raise UserError(
         f"srun or mpirun has started {number} processes of this script, and each would train the "
-        f"same run: start it with {command} {os.path.basename(sys.argv[0])} ..."
+        f"same run: start it with torchrun --standalone --nproc_per_node={number} "
+        f"{os.path.basename(sys.argv[0])} ... (docs/several-gpus.md: several machines)"
     )
 
 
