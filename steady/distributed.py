@@ -440,17 +440,13 @@ def require_initial_values(model: nn.Module, groups: list[list[nn.Module]]) -> N
     without fsdp. If every random operation starts from the same seed, their order does not matter,
     and all values must be equal.
     """
-    group_of = {id(module): i for i, modules in enumerate(groups[:-1]) for module in modules}
-    places = {f"{name}.": group_of[id(module)]
-              for name, module in model.named_modules(remove_duplicate=False)
-              if id(module) in group_of}  # fmt: skip
-    used: dict[int, dict[int, str]] = {}  # parameter's id: its name in each group
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        group = next((i for place, i in places.items() if name.startswith(place)), -1)
-        used.setdefault(id(parameter), {})[group] = name
-    shared = [" and ".join(names.values()) for names in used.values() if len(names) > 1]
+    owners = [{p for module in modules for p in module.parameters()} for modules in groups[:-1]]
+    inside = {module for blocks in groups[:-1] for block in blocks for module in block.modules()}
+    others = [module for module in model.modules() if module not in inside]
+    owners.append({p for module in others for p in module.parameters(recurse=False)})
+    shared = [n for n, p in model.named_parameters() if sum(p in own for own in owners) > 1]
     if shared:
-        raise UserError(f"parallel=fsdp cannot tie {'; '.join(shared[:5])}: use parallel=ddp")
+        raise UserError(f"parallel=fsdp cannot tie {', '.join(shared[:5])}: use parallel=ddp")
 
     config = model.config
     if is_dataclass(config) and hasattr(config, "n_layer"):
@@ -490,20 +486,14 @@ def materialize(part: nn.Module, device: torch.device) -> None:
         value = float("nan") if tensor.is_floating_point() else 0
         return torch.full_like(tensor, value, device=device)
 
-    tied: dict[int, list[tuple[nn.Module, str]]] = {}
-    for module in part.modules():
-        for name, parameter in module.named_parameters(recurse=False):
-            tied.setdefault(id(parameter), []).append((module, name))
-    keep = [p for p in part.parameters()]  # or Python would reuse their ids
+    created = {p: nn.Parameter(create(p), p.requires_grad) for p in part.parameters() if p.is_meta}
     for module in reversed(list(part.modules())):  # inner modules first
-        if any(p.is_meta for p in (*module.parameters(False), *module.buffers(False))):
-            module._apply(create, recurse=False)
+        if any(t.is_meta for t in (*module.parameters(False), *module.buffers(False))):
+            for name, parameter in module.named_parameters(recurse=False):
+                setattr(module, name, created.get(parameter, parameter))
+            module._apply(create, recurse=False)  # buffers
             if hasattr(module, "reset_parameters"):
                 module.reset_parameters()
-    for places in tied.values():
-        for module, name in places[1:]:
-            setattr(module, name, getattr(*places[0]))
-    del keep
 
 
 def keep_unsharded(model: nn.Module) -> None:
