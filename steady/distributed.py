@@ -554,15 +554,3 @@ def own_rows(sharded: Tensor) -> tuple[int, int]:
         sharded.shape, sharded.device_mesh, sharded.placements
     )
     return offset[0], shape[0]
-
-
-def shard_from_local(local: Tensor, like: Tensor) -> Tensor:
-    """A tensor sharded like `like`, from this process's shard of it."""
-    if not is_sharded(like):
-        return local
-    from torch.distributed.tensor import DTensor
-
-    return DTensor.from_local(
-        local, like.device_mesh, like.placements, run_check=False,
-        shape=like.shape, stride=like.stride(),
-    )  # fmt: skip

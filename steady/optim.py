@@ -5,19 +5,13 @@ Any torch optimizer can replace ours.
 
 import math
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from steady import UserError, muon
-from steady.distributed import (
-    is_sharded,
-    local_rows,
-    local_shards,
-    shard_from_local,
-    total_norm,
-)
+from steady.distributed import is_sharded, local_rows, local_shards, total_norm
 from steady.kernels import compiled_if_possible
 from steady.recompute import repeated_blocks
 
@@ -46,15 +40,6 @@ class AdamW(torch.optim.AdamW):
         return has_complex
 
 
-class Stack(NamedTuple):
-    """n matrices of one shape that Muon updates together. Their states are slices of these."""
-
-    parameters: list[nn.Parameter]
-    momentum: Tensor  # (n, rows, columns), this process's rows
-    row_mean_square: Tensor  # (n, rows, 1)
-    head_dim: int  # rows per head, orthogonalised separately; 0: whole matrices
-
-
 class Muon(AdamW):
     """Muon for the group marked `muon`, AdamW for the others (see muon.py).
 
@@ -73,25 +58,20 @@ class Muon(AdamW):
         **settings: Any,
     ):
         super().__init__(groups, **settings)
+        self.head_dims = head_dims
         self.dtype = dtype if dtype == torch.bfloat16 else torch.float32
         self.add_momentum, self.scale_rows = muon.add_momentum, muon.scale_rows
         if compiled and self.muon_group["params"][0].is_cuda:  # a third of the memory traffic
             self.add_momentum = compiled_if_possible(muon.add_momentum)
             self.scale_rows = compiled_if_possible(muon.scale_rows)
-        self.stacks = []
-        for parameters, head_dim in stacks_of(self.muon_group["params"], head_dims):
-            local = local_shards(parameters)
-            dtype = torch.promote_types(local[0].dtype, torch.float32)
-            momentum = local[0].new_zeros((len(local), *local[0].shape), dtype=dtype)
+        for parameter in self.muon_group["params"]:
+            wide = torch.promote_types(parameter.dtype, torch.float32)
+            momentum = torch.zeros_like(parameter, dtype=wide)
             # start with the value for an orthogonal matrix, so the average needs no warm-up
-            rows, columns = parameters[0].shape
-            row = torch.full_like(momentum[:, :, :1], 1.0 / max(head_dim or rows, columns))
-            self.stacks.append(Stack(parameters, momentum, row, head_dim))
-            for parameter, own, own_row in zip(parameters, momentum, row, strict=True):
-                self.state[parameter] = {
-                    "momentum": shard_from_local(own, parameter),
-                    "row_mean_square": shard_from_local(own_row, parameter[:, :1]),
-                }
+            rows, columns = parameter.shape
+            start = 1.0 / max(head_dims.get(parameter, rows), columns)
+            row_mean_square = torch.full_like(momentum[:, :1], start)
+            self.state[parameter] = {"momentum": momentum, "row_mean_square": row_mean_square}
 
     def _init_group(self, group: dict[str, Any], *lists: list[Tensor]) -> bool:
         return False if group.get("muon") else super()._init_group(group, *lists)
@@ -103,7 +83,8 @@ class Muon(AdamW):
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
         super().step()
-        group, buffers = self.muon_group, self.stacks[0].momentum
+        group = self.muon_group
+        buffers = self.state[group["params"][0]]["momentum"]
         # tensors, because every new Python number would recompile the code
         lr, momentum, decay = torch.tensor(
             [group["lr"], group["momentum"], group["lr"] * group["weight_decay"]],
@@ -112,26 +93,22 @@ class Muon(AdamW):
         divisor, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         divisor = torch.ones_like(lr) if divisor is None else divisor
         usable = torch.ones_like(lr) if found_inf is None else 1.0 - found_inf.to(lr.dtype)
-        for parameters, all_buffers, all_squares, head_dim in self.stacks:
-            # skip matrices without a gradient, as torch's optimizers do
-            present = [i for i, p in enumerate(parameters) if p.grad is not None]
-            if not present:
-                continue
-            buffer, mean_square = all_buffers, all_squares
-            if len(present) < len(parameters):
-                buffer, mean_square = all_buffers[present], all_squares[present]  # copies
-            used = [parameters[i] for i in present]
-            weights = local_shards([p.data for p in used])
-            gradient = torch.stack(local_shards([p.grad for p in used]))
+        # skip matrices without a gradient, as torch's optimizers do
+        used = [p for p in group["params"] if p.grad is not None]
+        for parameters, head_dim in stacks_of(used, self.head_dims):
+            weights = local_shards([p.data for p in parameters])
+            gradient = torch.stack(local_shards([p.grad for p in parameters]))
+            momenta = local_shards([self.state[p]["momentum"] for p in parameters])
+            mean_squares = local_shards([self.state[p]["row_mean_square"] for p in parameters])
+            buffer, mean_square = torch.stack(momenta), torch.stack(mean_squares)
             update = self.add_momentum(gradient, buffer, divisor, usable, momentum, self.dtype)
             del gradient
-            whole_rows = used[0].shape[0] if is_sharded(used[0]) else None
+            whole_rows = parameters[0].shape[0] if is_sharded(parameters[0]) else None
             update = muon.orthogonalise_distributed(update, head_dim, whole_rows)
             change = self.scale_rows(update, mean_square, usable, lr)
             torch._foreach_mul_(weights, 1.0 - usable * decay)
             torch._foreach_sub_(weights, change.unbind())
-            if len(present) < len(parameters):
-                all_buffers[present], all_squares[present] = buffer, mean_square
+            torch._foreach_copy_(momenta + mean_squares, [*buffer, *mean_square])
 
 
 def stacks_of(
