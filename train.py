@@ -129,6 +129,7 @@ if eval_only:
     raw_model.requires_grad_(False)
 elif fp8:
     use_float8(raw_model, process)
+use_activation_checkpointing(raw_model, activation_checkpointing)
 distributed.shard(raw_model, process)  # only with parallel=fsdp
 start.load_weights(raw_model)
 
@@ -193,7 +194,6 @@ def evaluate(model: torch.nn.Module, batches: Iterable) -> torch.Tensor:
 def trial(micro_batch_size: int) -> torch.nn.Module:
     """Run forward and backward passes and an evaluation to see if they fit in memory. Returns the
     model that ran."""
-    use_activation_checkpointing(raw_model, activation_checkpointing)
     model = compiling.compile_model(raw_model, plan, process.shards_model, activation_checkpointing)
     tokens = torch.zeros(micro_batch_size, block_size, dtype=torch.int64, device=process.device)
     targets = torch.zeros_like(tokens)  # not `tokens`: compiled code would assume both are the same

@@ -39,13 +39,11 @@ def repeated_blocks(model: nn.Module) -> list[nn.Module]:
 def use_activation_checkpointing(model: nn.Module, kind: str) -> None:
     """Set the activation checkpointing of every block of `model`: none, selective or block.
 
-    Call this before compiling. A forward pass without gradients never keeps activations.
+    Call this once, before compiling. A forward pass without gradients never keeps activations.
     """
     # Compiling recomputed code warns about in-place operations even if there are none.
     logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
     for block in repeated_blocks(model):
-        if getattr(block.forward, "__func__", None) in (run_checkpointed, keep_attention):
-            del block.forward  # undo an earlier call
         # With dropout, `block` acts like `selective`: compiled code that recomputes attention
         # would draw from a generator that torch.manual_seed does not control.
         drops = any(isinstance(m, nn.Dropout) and m.p for m in block.modules())
