@@ -38,8 +38,7 @@ def batch_sizes(wanted: int, sequences: int) -> list[int]:
     divisor of `sequences`), down to single sequences."""
     sizes = [wanted]
     while sizes[-1] > 1:
-        half = sizes[-1] // 2
-        sizes.append(next((n for n in range(half, 1, -1) if sequences % n == 0), 1))
+        sizes.append(next(n for n in range(sizes[-1] // 2, 0, -1) if sequences % n == 0))
     return sizes
 
 
@@ -123,10 +122,9 @@ def fit(
         else:
             sizes = sizes[1:]
     else:
-        smaller = "a smaller batch_size (with more gradient_accumulation_steps), "
         raise UserError(
-            "out of memory: use --activation_checkpointing=block, "
-            f"{smaller if config['batch_size'] > 1 else ''}or a smaller block_size or model"
+            "out of memory: use --activation_checkpointing=block, a smaller batch_size (with more "
+            "gradient_accumulation_steps), or a smaller block_size or model"
         )
     size = sizes[0]
     if size != config["batch_size"]:
