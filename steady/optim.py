@@ -178,13 +178,8 @@ def build_optimizer(
 def hidden_matrices(model: nn.Module) -> list[nn.Parameter]:
     """The trainable two-dimensional parameters in the model's blocks, except for embeddings."""
     tables = {m.weight for m in model.modules() if isinstance(m, nn.Embedding)}
-    found = {
-        p: None
-        for block in repeated_blocks(model)
-        for p in block.parameters()
-        if p.dim() == 2 and p.requires_grad and p not in tables
-    }
-    return list(found)
+    found = dict.fromkeys(p for block in repeated_blocks(model) for p in block.parameters())
+    return [p for p in found if p.dim() == 2 and p.requires_grad and p not in tables]
 
 
 def all_parameters(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
@@ -221,14 +216,14 @@ def load_state(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
     for i, parameter in enumerate(parameters):
         state = optimizer.state[parameter]
         try:
-            found = {name: tensor.shape for name, tensor in states[i].items()}
+            found = {name: (tensor.shape, tensor.dtype) for name, tensor in states[i].items()}
         except (KeyError, TypeError, AttributeError):
             found = {}
-        if found != {name: tensor.shape for name, tensor in state.items()}:
-            raise UserError(f"optimizer state of parameter {i} is missing or has the wrong shape")
+        if found != {name: (tensor.shape, tensor.dtype) for name, tensor in state.items()}:
+            raise UserError(
+                f"optimizer state of parameter {i} is missing or has the wrong shape or dtype"
+            )
         for name, tensor in state.items():
-            if states[i][name].dtype != tensor.dtype:
-                raise UserError(f"optimizer state {name} of parameter {i} has the wrong dtype")
             own = local_shards([tensor])[0].copy_(local_rows(states[i][name], tensor))
             if name in ("step", "exp_avg_sq") and own.numel() and not own.min() >= 0:
                 raise UserError(f"optimizer state {name} of parameter {i} is negative or NaN")
