@@ -96,12 +96,13 @@ def orthogonalise_distributed(
     n, rows, columns = matrices.shape
     share = math.ceil(n / world_size)  # matrices per process
     if whole_rows is None:
-        own = orthogonalise(padded(matrices[rank * share :][:share], share), head_dim)
+        own = matrices[rank * share :][:share]
+        own = orthogonalise(F.pad(own, (0, 0, 0, 0, 0, share - len(own))), head_dim)
         gathered = own.new_empty((share * world_size, rows, columns))
         dist.all_gather_into_tensor(gathered, own)
         return gathered[:n]
     # every process sends its rows of a matrix to the process that handles the matrix
-    matrices = padded(matrices, share * world_size)
+    matrices = F.pad(matrices, (0, 0, 0, 0, 0, share * world_size - n))
     most = math.ceil(whole_rows / world_size)  # rows per process; the last ones may have fewer
     heights = [min(most, max(0, whole_rows - i * most)) for i in range(world_size)]
     theirs = [share * height * columns for height in heights]
@@ -115,9 +116,3 @@ def orthogonalise_distributed(
     sent = torch.cat([part.flatten() for part in parts])
     dist.all_to_all_single(returned, sent, ours, theirs)
     return returned.view_as(matrices)[:n]
-
-
-def padded(matrices: Tensor, n: int) -> Tensor:
-    """`matrices`, padded with zeros to `n` matrices."""
-    missing = n - len(matrices)
-    return F.pad(matrices, (0, 0, 0, 0, 0, missing)) if missing else matrices
