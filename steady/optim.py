@@ -28,6 +28,11 @@ class AdamW(torch.optim.AdamW):
     every DTensor costs the host time.
     """
 
+    def clip(self, divisor: Tensor, found_inf: Tensor) -> None:
+        """Divide the gradients by `divisor` in the next step, or skip the update if found_inf is
+        1.0. (torch.amp.GradScaler uses the same attributes, and multiplies its scale into ours.)"""
+        self.grad_scale, self.found_inf = divisor, found_inf
+
     def _init_group(self, group: dict[str, Any], *lists: list[Tensor]) -> bool:
         has_complex = super()._init_group(group, *lists)
         for tensors in lists:  # parameters, gradients, moments
@@ -268,9 +273,7 @@ def clip_gradients(optimizer: torch.optim.Optimizer, limit: float) -> Tensor:
     divisor = (grad_norm / (limit or math.inf)).clamp(min=1.0)
     found_inf = (~grad_norm.isfinite()).float()
     if isinstance(optimizer, AdamW) and grad_norm.device.type not in IGNORE_SCALE:
-        # torch.amp.GradScaler uses the same attributes, and multiplies its scale into ours
-        optimizer.grad_scale = divisor.float()  # divides the gradients; float64 needs the cast
-        optimizer.found_inf = found_inf  # 1.0 skips the update
+        optimizer.clip(divisor.float(), found_inf)  # float64 models need the cast
         return grad_norm
     for gradient in gradients:
         gradient.div_(divisor)
