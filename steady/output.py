@@ -44,21 +44,13 @@ def survive_closed_streams() -> None:
         setattr(sys, name, kept)
 
 
-class SafeStream(io.RawIOBase):
+class SafeStream(io.FileIO):
     """A raw output stream that never fails: it writes to the first file descriptor that works. If
     none does, the data is lost."""
 
     def __init__(self, *numbers: int):
+        super().__init__(numbers[0], "w", closefd=False)
         self.numbers = numbers
-
-    def writable(self) -> bool:
-        return True
-
-    def fileno(self) -> int:
-        return self.numbers[0]
-
-    def isatty(self) -> bool:
-        return os.isatty(self.numbers[0])
 
     def write(self, data: bytes) -> int:
         for number in self.numbers:
