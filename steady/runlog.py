@@ -222,7 +222,6 @@ class RunLog:
     def close(self) -> None:
         if self.bar is not None:
             self.bar.close()
-            self.bar = None
         if self.wandb is not None:
             try:
                 self.wandb.finish()

@@ -7,6 +7,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +74,7 @@ class StopRequest:
             output.SafeStream(1, 2).write(b"\nstopping and saving" + again + b"\n")
 
 
+@dataclass
 class Saving:
     """Wraps the training loop. However the loop ends, this saves the state, unless the loss or the
     gradients are not finite, and prints how to resume. When a run ends without an error, all
@@ -80,26 +82,15 @@ class Saving:
 
     With ddp every process holds the full state, so the one with the error saves it without any
     communication. With fsdp no process holds it, and an error saves nothing.
-
-    Args:
-        path: the checkpoint file.
-        state: returns the content of the checkpoint.
-        enabled: False for a run that saves nothing.
-        less_memory: the flags for a step that needs less memory, "" if there are none.
-        say: prints a line.
     """
 
-    def __init__(
-        self,
-        path: Path,
-        state: Callable[[], dict[str, Any]],
-        process: Process,
-        enabled: bool,
-        less_memory: str,
-        say: Callable[[str], None],
-    ):
-        self.path, self.state, self.process, self.enabled = path, state, process, enabled
-        self.less_memory, self.say, self.skipped = less_memory, say, 0.0
+    path: Path  # the checkpoint file
+    state: Callable[[], dict[str, Any]]  # returns the content of the checkpoint
+    process: Process
+    enabled: bool  # False for a run that saves nothing
+    less_memory: str  # the flags for a step that needs less memory, "" if there are none
+    say: Callable[[str], None]  # prints a line
+    skipped: float = 0.0  # steps in a row without finite gradients
 
     def __enter__(self) -> "Saving":
         set_timeout(self.process)
