@@ -235,28 +235,21 @@ def csv_rows(path: Path, file: BinaryIO, column: str) -> Iterator[Row]:
     text = io.TextIOWrapper(file, "utf-8-sig", errors="surrogateescape", newline="")
     # strict: otherwise an unclosed quote merges all following rows into one
     delimiter = "\t" if unpacked_suffix(path) == ".tsv" else ","
-    reader = csv.reader(text, delimiter=delimiter, strict=True)
+    reader, row, place = csv.reader(text, delimiter=delimiter, strict=True), 0, "header"
     try:
-        header, row = next(reader, []), 0
-    except csv.Error as error:
-        raise ValueError(f"{error} in the header: check the quotes") from None
-    require_column(path, column, header)
-    while True:
-        begins = reader.line_num + 1
-        try:
-            fields = next(reader, None)
-        except csv.Error as error:
-            raise ValueError(  # where the next row begins is not known
-                f"{error} in the row that starts at line {begins}: check the quotes"
-            ) from None
-        if fields is None:
-            return
-        if fields:
+        header = next(reader, [])
+        require_column(path, column, header)
+        place = f"row that starts at line {reader.line_num + 1}"
+        for fields in reader:
             found, problem = "", f"{len(fields)} fields, not {len(header)}: check the quotes"
             if len(fields) == len(header):
                 found, problem = checked(fields[header.index(column)], column)
-            yield row, f"line {reader.line_num}", found, problem
-            row += 1
+            if fields:
+                yield row, f"line {reader.line_num}", found, problem
+                row += 1
+            place = f"row that starts at line {reader.line_num + 1}"
+    except csv.Error as error:  # where the next row begins is not known
+        raise ValueError(f"{error} in the {place}: check the quotes") from None
 
 
 def require_column(path: Path, column: str, names: list[str]) -> None:
