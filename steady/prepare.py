@@ -186,7 +186,7 @@ def write_tokens(
         print(visible("\n".join(done["skipped"] + ["..."] * (done["n_skipped"] > 10))))
         print(f"warning: skipped {done['n_skipped']:,} bad rows")
     try:
-        complete(folder, tokenizer, paths, tokens, done["bytes"])
+        complete(folder, tokenizer, done)
     finally:
         shutil.rmtree(shards)  # after an error, they would block a second try with more text
     return tokens
@@ -308,10 +308,10 @@ def encode_batch(
             except BaseException as error:  # a Rust library's panic is not an Exception
                 kind = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
                 problem = f"the tokenizer failed ({shown(kind + str(error))})"
-        if problem is not None and (piece.before or piece.after):
-            raise UserError(f"{piece.where}: {problem}")  # no part of a text can be skipped
         if problem is not None:
             bad.append(f"{piece.where}: {problem}")
+            if piece.before or piece.after:  # no part of a text can be skipped
+                raise UserError(bad[-1])
     joined = {s: np.concatenate(ids[s], dtype=dtype, casting="unsafe") for s in SPLITS}
     return joined, n_bytes, bad, position, pieces[-1].at
 
@@ -333,15 +333,10 @@ def advance(bar: Any, at: int) -> None:
         bar.update(at - bar.n)
 
 
-def complete(
-    folder: Path,
-    tokenizer: Tokenizer,
-    paths: dict[str, Path],
-    tokens: dict[str, int],
-    n_bytes: dict[str, int],
-) -> None:
+def complete(folder: Path, tokenizer: Tokenizer, done: dict[str, Any]) -> None:
     """Make a data set of token files that are on disk. Its files appear together."""
     remove_temporary(folder, FILES)
+    paths, tokens = {split: folder / SHARDS / f"{split}.bin" for split in SPLITS}, done["tokens"]
     kept = folder_tokenizer(folder)
     stale = kept is not None and kept != tokenizer.meta().get("json")
     dtype = token_dtype(tokenizer)
@@ -358,7 +353,7 @@ def complete(
         "vocab_size": tokenizer.vocab_size,
         "dtype": {2: "uint16", 4: "uint32"}[dtype.itemsize],
         "tokens": tokens,
-        "bytes": n_bytes,
+        "bytes": done["bytes"],
         "crc32": {split: file_crc(path) for split, path in paths.items()},
         "begins": {split: crc_of_start(path) for split, path in paths.items()},
         "unigram_entropy": unigram_entropy(paths["val"], tokenizer),
