@@ -453,8 +453,24 @@ def prepare_from_hub(
 
     Raises UserError if the data cannot be loaded or the disk is too small.
     """
+    import datasets
+
     folder = Path(folder)
-    dataset = load(path, name, split, revision, num_proc, streaming)
+    try:
+        dataset = datasets.load_dataset(
+            path,
+            name or None,
+            split=split,
+            revision=None if Path(path).is_dir() else revision,
+            streaming=streaming,
+            num_proc=num_proc if num_proc > 1 and not streaming else None,
+        )
+    except Exception as error:  # the hub's libraries raise many types
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise UserError(
+            f"cannot load {path} ({shown(reason)}): choose with --name=NAME and --split=NAME if it "
+            "has several, connect to the Hugging Face hub, or pass --path=FOLDER with a copy of it"
+        ) from None
     if "text" not in (dataset.column_names or ["text"]):
         raise UserError(
             f"{path} has no column text, only {shown(', '.join(dataset.column_names))}: save it as "
@@ -574,25 +590,3 @@ def train_own_bpe(folder: Path, name: str, texts: Iterable[str]) -> Tokenizer:
     if trained.vocab_size < int(size):
         print(f"note: the texts are enough for {trained.vocab_size} tokens only, not {size}")
     return trained
-
-
-def load(path: str, name: str, split: str, revision: str, num_proc: int, streaming: bool) -> Any:
-    """Load a split of a data set. Raises UserError if that fails, for example offline."""
-    import datasets
-
-    local = Path(path).is_dir()
-    try:
-        return datasets.load_dataset(
-            path,
-            name or None,
-            split=split,
-            revision=None if local else revision,
-            streaming=streaming,
-            num_proc=num_proc if num_proc > 1 and not streaming else None,
-        )
-    except Exception as error:  # the hub's libraries raise many types
-        reason = " ".join(str(error).split()) or type(error).__name__
-        raise UserError(
-            f"cannot load {path} ({shown(reason)}): choose with --name=NAME and --split=NAME if it "
-            "has several, connect to the Hugging Face hub, or pass --path=FOLDER with a copy of it"
-        ) from None
