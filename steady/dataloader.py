@@ -213,10 +213,6 @@ class TokenFile:
                     )
         return rows
 
-    def beginning(self, length: int) -> np.ndarray:
-        """The first `length` tokens, or all if there are fewer."""
-        return self.read(np.zeros(1, np.int64), min(length, self.n_tokens))[0]
-
     def windows(self, starts: np.ndarray) -> np.ndarray:
         """The windows at token offsets `starts`, (len(starts), block_size + 1) int64."""
         ids = self.read(starts, self.block_size + 1).astype(np.int64)

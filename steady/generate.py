@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from model import GPT, GPTConfig
 from steady import UserError, hardware
-from steady.dataloader import DataSet, TokenFile
+from steady.dataloader import DataSet, TokenFile, eval_batches
 from steady.loss import compute_dtype
 from steady.tokenizer import from_meta
 
@@ -219,7 +219,7 @@ def sample_while_training(
     sampling has its own generator.
     """
     device, tokenizer = model.lm_head.weight.device, from_meta(data.tokenizer)
-    tokens = torch.from_numpy(file.beginning(8).astype("int64"))[None].to(device)  # (1, T)
+    tokens = next(eval_batches(file, 1, 1))[0][:, :8].to(device)  # (1, T)
     generator = torch.Generator(device).manual_seed(seed)
     model.eval()
     with torch.compiler.set_stance("force_eager"), autocast:
