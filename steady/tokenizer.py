@@ -610,23 +610,18 @@ def write_hf_tokenizer(
     before = json.loads(written.to_str())["pre_tokenizer"] or {}
     if "add_prefix_space" in before:  # otherwise transformers 4 uses its own default
         settings["add_prefix_space"] = before["add_prefix_space"]
-    with atomic_write(folder / "tokenizer.json") as file:
-        file.write(written.to_str(pretty=True).encode())
-    files = {
-        "tokenizer_config": settings,
-        "special_tokens_map": pretrained_files.get("special_tokens_map"),
-    }
-    for name, content in files.items():
-        if content:
-            with atomic_write(folder / f"{name}.json") as file:
-                file.write(json.dumps(content, indent=2).encode() + b"\n")
-    templates = {f"{TEMPLATES}/{name}": text
-                 for name, text in pretrained_files.get(TEMPLATES, {}).items()}  # fmt: skip
+    files = {"tokenizer.json": written.to_str(pretty=True)}
+    files["tokenizer_config.json"] = json.dumps(settings, indent=2) + "\n"
+    if pretrained_files.get("special_tokens_map"):
+        special = json.dumps(pretrained_files["special_tokens_map"], indent=2)
+        files["special_tokens_map.json"] = special + "\n"
+    for name, text in pretrained_files.get(TEMPLATES, {}).items():
+        files[f"{TEMPLATES}/{name}.jinja"] = text
     if pretrained_files.get("chat_template"):
-        templates["chat_template"] = pretrained_files["chat_template"]
-    for name, text in templates.items():
+        files["chat_template.jinja"] = pretrained_files["chat_template"]
+    for name, text in files.items():
         (folder / name).parent.mkdir(exist_ok=True)
-        with atomic_write(folder / f"{name}.jinja") as file:
+        with atomic_write(folder / name) as file:
             file.write(text.encode())
 
 
