@@ -685,9 +685,10 @@ def load_tokenizer(name: str, special_tokens: bool = False) -> Tokenizer:
                 f"warning: no file of {source} has an end-of-text token: documents will not be "
                 "separated, and samples will only end at their maximum length"
             )
-        model = json.loads(meta["json"])["model"]
+        content = json.loads(meta["json"])
+        model, works_on_bytes = content["model"], "'ByteLevel'" in str(content.get("pre_tokenizer"))
         drops = model.get("type") == "BPE" and not model.get("unk_token")
-        if drops and not model.get("byte_fallback") and not spells_bytes(meta["json"]):
+        if drops and not model.get("byte_fallback") and not works_on_bytes:
             print(
                 f"warning: {source} drops characters that are not in its vocabulary: they make no "
                 "tokens, but bits per byte counts them"
@@ -699,11 +700,6 @@ def load_tokenizer(name: str, special_tokens: bool = False) -> Tokenizer:
             "your own text char or bpe:SIZE"
         )
     return from_meta({"tokenizer": name, "special_tokens": special_tokens})
-
-
-def spells_bytes(content: str) -> bool:
-    """Whether a tokenizer.json works on bytes, like GPT-2's."""
-    return '"ByteLevel"' in json.dumps(json.loads(content).get("pre_tokenizer"))
 
 
 def same_tokenizer(one: dict[str, Any], other: dict[str, Any]) -> bool:
