@@ -113,7 +113,7 @@ class RMSNorm(nn.Module):
 def rope_tables(positions: Tensor, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
     """Cosines and sines for `apply_rope` at `positions` (T,): two float32 tables (T, 1, D).
 
-    For a position's D / 2 angles t, its rows are (cos t, cos t) and (-sin t, sin t).
+    A position with the D / 2 angles t has the rows (cos t, cos t) and (-sin t, sin t).
     """
     pairs = torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float32)
     angles = positions[:, None, None].float() * theta ** (-pairs / head_dim)  # (T, 1, D / 2)
@@ -266,7 +266,7 @@ class GPT(nn.Module):
         Args:
             tokens: (B, T) int64, T at most block_size.
             targets: (B, T) int64; negative ones (-1, -100) are ignored.
-            cache: a KVCache (steady/generate.py) of the earlier tokens; it gains `tokens`.
+            cache: a KVCache (steady/generate.py) of the earlier tokens; `tokens` are appended.
 
         Returns the mean loss (scalar, float32) or the logits (B, T, V). With a cache it returns
         only the last position's logits (B, 1, V).

@@ -35,7 +35,7 @@ from steady.stop import Saving, StopRequest, stop_message
 # output and evaluation
 out_dir = "out"  # folder for checkpoints and metrics.jsonl
 init_from = "scratch"  # scratch, resume (out_dir/ckpt.pt), or a run's folder, HF folder or hub ID
-eval_interval = 2000  # iterations between evaluations (and saves); 0: only save at the end
+eval_interval = 2000  # iterations between evaluations (and saves); 0: none, save at the end only
 eval_iters = 200  # evaluate on the same eval_iters * batch_size sequences each time
 eval_only = False  # evaluate once and exit
 log_interval = 1  # iterations between log lines
@@ -48,7 +48,7 @@ wandb_run_name = "gpt2"  # W&B run name
 dataset = "openwebtext"  # a folder in data/, or a path
 verify_data = False  # check the data files against meta.json's checksums first
 batch_size = 12  # sequences per micro-batch; split if out of memory (same global batch)
-gradient_accumulation_steps = 40  # micro-batches per iteration, over all GPUs (a multiple)
+gradient_accumulation_steps = 40  # micro-batches per iteration; a multiple of the GPU count
 block_size = 1024  # context length: tokens per sequence
 seed = 1337  # for initial weights, data order and dropout
 # model
@@ -251,8 +251,8 @@ loader = DataLoader(train_file, fit.batch_size, sequences_per_iter // fit.batch_
 micro_batches = loader.micro_batches(iter_num)
 
 # -----------------------------------------------------------------------------
-# training loop; on a stop or an error, Saving saves the state if it is usable. After the loop,
-# unless it failed, only rank 0 goes on
+# training loop; on a stop or an error, Saving saves the state if it is usable. Without an
+# error, all ranks but 0 exit at its end
 log.start_clock(iter_num, sequences_per_iter * block_size, raw_model.flops_per_token(), process)
 skipped = torch.zeros((), device=process.device)  # consecutive steps with non-finite gradients
 stopping = stop_request.stop_requested()
