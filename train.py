@@ -97,8 +97,6 @@ plan = compiling.plan(compile, compile_mode, process.device)
 distributed.start(process, config, plan.cuda_graphs)
 out_path = Path(config["out_dir"])  # the same on all ranks
 ckpt_path, best_path = out_path / "ckpt.pt", out_path / "best.pt"
-if not eval_only or wandb_log:  # this run writes to out_dir: lock it
-    distributed.on_rank0_first(process, lambda: folder.claim(out_path))
 autocast = process.autocast()
 torch.manual_seed(seed)  # the same on every rank: initial weights are not broadcast
 
@@ -108,6 +106,8 @@ data = DataSet(dataset, vocab_size)
 if verify_data and process.master:
     data.verify()
 requested = GPTConfig.from_settings(config, data.padded_vocab_size)
+if not eval_only or wandb_log:  # this run writes to out_dir: lock it
+    distributed.on_rank0_first(process, lambda: folder.claim(out_path))
 # becomes "resume" if torchrun has restarted this launch
 config["init_from"] = checkpoint.resolve_init_from(init_from, ckpt_path, process)
 if config["init_from"] == "scratch":

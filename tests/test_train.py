@@ -814,9 +814,10 @@ def test_resume_with_another_alphabet_is_refused(run, sums, tmp_path):
 
 
 def test_one_line_and_exit_code_in_a_process_of_its_own(start, tmp_path):
-    process = start("train.py", "--dataset=shakespeare_chars", f"--out_dir={tmp_path}")
+    process = start("train.py", "--dataset=shakespeare_chars", f"--out_dir={tmp_path / 'out'}")
     shown = process.stdout.read()
     assert process.wait() == 1
+    assert not (tmp_path / "out").exists()
     assert shown.count("\n") == 1 and shown.startswith("error: no data set at")
 
 
