@@ -77,8 +77,8 @@ class GPTConfig:
             )
         if self.head_dim % 2:
             raise UserError(
-                f"head dimension {self.head_dim} (n_embd / n_head if not given) is odd, but rotary "
-                f"embeddings rotate pairs: use n_embd={self.n_head * (self.head_dim + 1)}"
+                f"head_dim={self.head_dim} (by default n_embd / n_head) is odd, but rotary "
+                f"embeddings rotate pairs: try n_embd={self.n_head * (self.head_dim + 1)}"
             )
 
     @classmethod
@@ -113,7 +113,7 @@ class RMSNorm(nn.Module):
 def rope_tables(positions: Tensor, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
     """Cosines and sines for `apply_rope` at `positions` (T,): two float32 tables (T, 1, D).
 
-    A position with the D / 2 angles t has the rows (cos t, cos t) and (-sin t, sin t).
+    The rows of a position with the D / 2 angles t are (cos t, cos t) and (-sin t, sin t).
     """
     pairs = torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float32)
     angles = positions[:, None, None].float() * theta ** (-pairs / head_dim)  # (T, 1, D / 2)
@@ -124,8 +124,8 @@ def rope_tables(positions: Tensor, head_dim: int, theta: float) -> tuple[Tensor,
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate the pairs (i, i + D / 2) of x (B, T, heads, D) by the angles of their position.
 
-    RoFormer (Su et al. 2021), in float32, then cast back: float32 queries would disable the fast
-    attention kernels.
+    RoFormer (Su et al. 2021). Computes in float32 and casts back, because the fast attention
+    kernels need x's dtype.
     """
     first, second = x.chunk(2, dim=-1)
     swapped = torch.cat((second, first), dim=-1)
@@ -216,7 +216,7 @@ class GPT(nn.Module):
         for name in ("rope_cos", "rope_sin"):
             self.register_buffer(name, torch.empty(0), persistent=False)
         self.compute_rope_tables()
-        # undo the layers' use of the RNG: the weights drawn below depend on the seed alone
+        # the layers above have drawn random numbers; the weights below depend on the seed alone
         torch.set_rng_state(random_state)
         self.draws: dict[str, tuple[float, int]] = {}  # matrix name: (std, seed)
         self.init_weights()
@@ -233,7 +233,7 @@ class GPT(nn.Module):
             reset = type(layer).reset_parameters
             if reset not in (nn.Linear.reset_parameters, nn.Embedding.reset_parameters):
                 continue  # it has an init of its own
-            if layer.weight._version != 1:  # changed since the layer's own init: keep it
+            if layer.weight._version != 1:  # already set: by you, or tied
                 continue
             std = residual_std if name.endswith(("o_proj", "down_proj")) else 0.02
             # one generator per matrix: its values must not depend on the sizes of the others
@@ -255,7 +255,7 @@ class GPT(nn.Module):
         self.rope_cos, self.rope_sin = rope_tables(positions, config.head_dim, config.rope_theta)
 
     def _apply(self, function, recurse=True):
-        """`.to()`, `.cuda()` and `.bfloat16()` call this. Recompute the tables, unrounded."""
+        """`.to()`, `.cuda()`, `.bfloat16()` and so on call this. Keep the tables in float32."""
         super()._apply(function, recurse)
         self.compute_rope_tables()
         return self
@@ -272,7 +272,7 @@ class GPT(nn.Module):
         only the last position's logits (B, 1, V).
         """
         T = tokens.shape[1]
-        positions = slice(T) if cache is None else cache.reserve(T)  # the next T
+        positions = slice(T) if cache is None else cache.reserve(T)  # of these T tokens
         rope = self.rope_cos[positions], self.rope_sin[positions]  # (T, 1, D) each
         x = self.token_embedding(tokens)  # (B, T, C)
         if compute_dtype(x) == torch.bfloat16:
@@ -294,7 +294,7 @@ class GPT(nn.Module):
         """FLOPs of a training step per token: 6 N + 12 n_layer H D block_size with N parameters
         (PaLM's appendix B).
 
-        By convention, embedding lookups count as zero, and attention as if it were not causal.
+        By convention, embedding lookups count as zero, and the causal mask is ignored.
         """
         config = self.config
         n = self.num_params()

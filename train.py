@@ -35,7 +35,7 @@ from steady.stop import Saving, StopRequest, stop_message
 # output and evaluation
 out_dir = "out"  # folder for checkpoints and metrics.jsonl
 init_from = "scratch"  # scratch, resume (out_dir/ckpt.pt), or a run's folder, HF folder or hub ID
-eval_interval = 2000  # iterations between evaluations (and saves); 0: none, save at the end only
+eval_interval = 2000  # iterations between evaluations (and saves); 0: none, ckpt.pt at the end
 eval_iters = 200  # evaluate on the same eval_iters * batch_size sequences each time
 eval_only = False  # evaluate once and exit
 log_interval = 1  # iterations between log lines
@@ -79,7 +79,7 @@ min_lr = 6e-5  # final rate, often learning_rate / 10 or 0
 decay_fraction = 0.2  # wsd: share of the schedule spent decaying
 # system
 device = "auto"  # auto, cpu, cuda, cuda:N, mps
-dtype = "auto"  # for matmuls: auto, float32, bfloat16, float16
+dtype = "auto"  # to compute in: auto, float32, bfloat16, float16
 compile = True  # torch.compile the model; falls back to eager and says why
 compile_mode = "default"  # default, reduce-overhead, max-autotune, max-autotune-no-cudagraphs
 fp8 = False  # FP8 matmuls in the blocks (NVIDIA Ada or newer; faster for wide models)
@@ -92,10 +92,10 @@ config = configure(globals())
 
 # -----------------------------------------------------------------------------
 # this process: rank, device, dtype, how to compile
-process = distributed.this_process(parallel, device, dtype, n_embd)  # n_embd: for auto dtype on CPU
+process = distributed.this_process(parallel, device, dtype, n_embd)  # n_embd: a CPU's auto dtype
 plan = compiling.plan(compile, compile_mode, process.device)
 distributed.start(process, config, plan.cuda_graphs)
-out_path = Path(config["out_dir"])  # the same on all ranks
+out_path = Path(config["out_dir"])  # rank 0's, from here on
 ckpt_path, best_path = out_path / "ckpt.pt", out_path / "best.pt"
 autocast = process.autocast()
 torch.manual_seed(seed)  # the same on every rank: initial weights are not broadcast
@@ -108,7 +108,7 @@ if verify_data and process.master:
 requested = GPTConfig.from_settings(config, data.padded_vocab_size)
 if not eval_only or wandb_log:  # this run writes to out_dir: lock it
     distributed.on_rank0_first(process, lambda: folder.claim(out_path))
-# becomes "resume" if torchrun has restarted this launch
+# "resume" if torchrun has restarted the processes after an error
 config["init_from"] = checkpoint.resolve_init_from(init_from, ckpt_path, process)
 if config["init_from"] == "scratch":
     start = checkpoint.Start(requested.settings())
@@ -140,9 +140,9 @@ scaler = torch.amp.GradScaler(process.device.type, enabled=process.dtype == torc
 if not eval_only:
     start.load_optimizer(opt, scaler)
 parameters = [p for p in raw_model.parameters() if p.requires_grad]
-static_gradients = optim.StaticGradients(parameters, plan.cuda_graphs)  # .grad stays in place
+static_gradients = optim.StaticGradients(parameters, plan.cuda_graphs)  # keeps .grad in one place
 
-# sequences per iteration, and per evaluation of train or val; a smaller micro-batch changes neither
+# sequences per iteration, and per split in an evaluation; both stay if micro-batches get smaller
 sequences_per_iter = batch_size * gradient_accumulation_steps
 eval_sequences = eval_iters * batch_size
 iter_num, best_val_loss = start.iter_num, start.best_val_loss
@@ -181,7 +181,7 @@ def forward_backward(model: torch.nn.Module, micro_batches: Iterable) -> torch.T
 @torch.no_grad()
 def evaluate(model: torch.nn.Module, batches: Iterable) -> torch.Tensor:
     """Return this process's part of the mean loss over `batches` of (tokens, targets, weight). The
-    parts of all processes add up to it."""
+    mean is the sum of all processes' parts."""
     total = torch.zeros((), device=process.device)
     model.eval()
     for tokens, targets, weight in batches:
@@ -199,7 +199,7 @@ def trial(micro_batch_size: int) -> torch.nn.Module:
     targets = torch.zeros_like(tokens)  # not `tokens`: compiled code would assume both are the same
     buffers = [buffer.clone() for buffer in raw_model.buffers()]
     micro_steps = sequences_per_iter // process.world_size // micro_batch_size
-    # CUDA graphs: warm up, record, replay; otherwise the second run accumulates gradients
+    # with CUDA graphs: warm up, record, replay; without: the second run adds to .grad
     runs = 0 if eval_only else 3 if plan.cuda_graphs else min(2, micro_steps)
     try:
         forward_backward(model, [(tokens, targets)] * runs)
@@ -222,7 +222,7 @@ def weights() -> dict:
 
 
 def training_state() -> dict:
-    """The content of ckpt.pt: everything needed to resume. Saved as state dicts."""
+    """The content of ckpt.pt: everything needed to resume. `save` writes objects as state dicts."""
     return weights() | {
         "optimizer": opt, "scaler": scaler, "sequences": loader.position(iter_num),
         "data_ids": data.ids, "dtype": str(process.dtype),
@@ -242,7 +242,7 @@ trace = start_profiler(out_path, profile and process.master, log.line)
 # -----------------------------------------------------------------------------
 # try a step; if it runs out of memory, use smaller micro-batches (same global batch)
 fit = memory.fit(trial, config, process, plan)
-model = fit.model  # raw_model (its blocks may be compiled now) or, with CUDA graphs, a wrapper
+model = fit.model  # raw_model (perhaps with compiled blocks), or its wrapper with CUDA graphs
 if fit.report:
     log.line(fit.report)
 micro_steps = sequences_per_iter // fit.batch_size // process.world_size  # per process
@@ -251,8 +251,8 @@ loader = DataLoader(train_file, fit.batch_size, sequences_per_iter // fit.batch_
 micro_batches = loader.micro_batches(iter_num)
 
 # -----------------------------------------------------------------------------
-# training loop; on a stop or an error, Saving saves the state if it is usable. Without an
-# error, all ranks but 0 exit at its end
+# training loop. When it ends, even by a signal or an error, `saving` saves the state if it is
+# usable. Unless there was an error, only rank 0 continues after it
 log.start_clock(iter_num, sequences_per_iter * block_size, raw_model.flops_per_token(), process)
 skipped = torch.zeros((), device=process.device)  # consecutive steps with non-finite gradients
 stopping = stop_request.stop_requested()
@@ -268,7 +268,7 @@ with saving:
             began, losses = time.perf_counter(), {}
             for name, file in (("train_loss", train_file), ("val_loss", val_file)):
                 batches = eval_batches(file, fit.batch_size, eval_sequences, process)
-                # all processes stop after the same number of batches
+                # stop_requested() is an all-reduce: all ranks stop after the same batch
                 batches = takewhile(lambda _: not stop_request.stop_requested(), batches)
                 n_batches = eval_sequences / fit.batch_size / process.world_size
                 batches = log.waiting(batches, n_batches, f"evaluating {name}")
@@ -299,11 +299,11 @@ with saving:
 
         # ---- clip and step ----------------------------------------------------
         scaler.unscale_(opt)
-        grad_norm = optim.clip_gradients(opt, grad_clip)  # if not finite, opt changes nothing
+        grad_norm = optim.clip_gradients(opt, grad_clip)  # if not finite, opt skips its step
         skipped = (skipped + 1) * ~grad_norm.isfinite()
         stopping = stop_request.stop_requested()
         log_due = stopping or iter_num % log_interval == 0 or iter_num + 1 == max_iters
-        if log_due:  # start copying now, so that reading does not wait for the optimizer
+        if log_due:  # start copying now: then reading waits for backward, but not for opt.step
             distributed.all_reduce_sum(loss)
             read_numbers = hardware.to_host_async(loss, grad_norm, skipped)
         scaler.step(opt)
@@ -313,7 +313,7 @@ with saving:
 
         # ---- log --------------------------------------------------------------
         if log_due:
-            loss_now, norm_now, skipped_now = read_numbers()  # waits for the device
+            loss_now, norm_now, skipped_now = read_numbers()
             log.step(iter_num - 1, loss_now, lr, norm_now)
             saving.require_finite({"loss": loss_now}, iter_num - 1, skipped_now)
         log.progress(iter_num)

@@ -9,10 +9,10 @@ Like nanoGPT, it writes to out/, where sample.py looks by default. The learning 
 for the first 60% of the run and then falls to zero. Increase max_iters for a longer run;
 docs/choosing.md explains how to resume from before the decay.
 
-On two H100s, 2,000 iterations on another text took 19 minutes without a spike in the loss (but the
-model overfitted: it read 209M tokens five times). The hour follows from that speed (953,000
-tokens/s on the two). On Debian's English manuals, runs of only 100 iterations ended at 2.65 with
-this learning rate and at 2.81 with 6e-3. docs/choosing.md has starting points for other sizes.
+The hour is computed from 2,000 iterations on another text, which took 19 minutes on two H100s
+(915,000 tokens/s). The loss had no spike, but the model overfitted: it read 209M tokens five times.
+Of two learning rates, this one was better: after 100 iterations on Debian's English manuals the
+validation loss was 2.65, with 6e-3 2.81. docs/choosing.md has starting points for other sizes.
 """
 
 wandb_run_name = "gpt2-124M-muon"

@@ -768,7 +768,7 @@ def test_a_sample_from_weights_that_overflowed_ends_in_one_line(run, sums, tmp_p
         ("--init_from=nowhere", "nowhere is neither a folder nor available"),
         ("--n_head=3", "n_embd=32 is not divisible by n_head=3"),
         ("--n_kv_head=3", "n_head=2 is not divisible by n_kv_head=3"),
-        ("--n_embd=34", "head dimension .* is odd"),
+        ("--n_embd=34", "head_dim=.* is odd"),
         ("--block_size=100000", "but block_size=100000 needs at least 100001"),
         ("--vocab_size=5", "token id .* but the model's vocabulary has 5"),
         ("--batch_size=0", r"batch_size=0 must be at least 1"),
