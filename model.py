@@ -2,7 +2,7 @@
 
 A pre-norm decoder without biases. Its layout is that of Hugging Face's Llama (with qk_norm:
 Qwen3), so weights convert without permutation. It is plain torch: change any line. Sampling is in
-steady/generate.py, the loss in steady/loss.py: it never holds a whole batch's logits.
+steady/generate.py. The loss (steady/loss.py) never holds a whole batch's logits.
 
 Shapes: B batch, T tokens, C n_embd, H n_head, K n_kv_head, D head_dim, V vocab_size.
 """
@@ -249,7 +249,7 @@ class GPT(nn.Module):
 
     def compute_rope_tables(self) -> None:
         """Precompute the tables for every position. If forward computed them, the compiler
-        would fuse them into every layer's kernels, making those four times slower."""
+        would fuse them into every layer's kernels, which would then be four times slower."""
         config = self.config
         positions = torch.arange(config.block_size, device=self.token_embedding.weight.device)
         self.rope_cos, self.rope_sin = rope_tables(positions, config.head_dim, config.rope_theta)

@@ -48,7 +48,7 @@ wandb_run_name = "gpt2"  # W&B run name
 dataset = "openwebtext"  # a folder in data/, or a path
 verify_data = False  # check the data files against meta.json's checksums first
 batch_size = 12  # sequences per micro-batch; split if out of memory (same global batch)
-gradient_accumulation_steps = 40  # micro-batches per iteration; a multiple of the GPU count
+gradient_accumulation_steps = 40  # micro-batches per iteration, of all GPUs together
 block_size = 1024  # context length: tokens per sequence
 seed = 1337  # for initial weights, data order and dropout
 # model
@@ -83,7 +83,7 @@ dtype = "auto"  # to compute in: auto, float32, bfloat16, float16
 compile = True  # torch.compile the model; falls back to eager and says why
 compile_mode = "default"  # default, reduce-overhead, max-autotune, max-autotune-no-cudagraphs
 fp8 = False  # FP8 matmuls in the blocks (NVIDIA Ada or newer; faster for wide models)
-activation_checkpointing = "none"  # recompute: none, selective (all but attention), block
+activation_checkpointing = "none"  # none, or recompute: selective (all but attention), block
 parallel = "ddp"  # multi-GPU: ddp, or fsdp to shard a model too large for one GPU
 backend = "auto"  # for torch.distributed: auto, nccl, gloo
 profile = False  # trace a few steps to out_dir/trace.json
@@ -164,12 +164,12 @@ log.settings(config, __file__)
 # -----------------------------------------------------------------------------
 # the parts of the training loop
 def forward_backward(model: torch.nn.Module, micro_batches: Iterable) -> torch.Tensor:
-    """Accumulate the gradients of `micro_batches`, pairs (tokens, targets) of shape (batch,
-    block_size). Returns their share of the iteration's mean loss (scalar)."""
+    """Accumulate the gradients of `micro_batches`, which are pairs (tokens, targets) of shape
+    (batch, block_size). Return their share of the iteration's mean loss (scalar)."""
     loss = torch.zeros((), device=process.device)  # a tensor that no CUDA graph overwrites
     for tokens, targets in micro_batches:
         if plan.cuda_graphs:
-            torch.compiler.cudagraph_mark_step_begin()  # allow overwriting the last output
+            torch.compiler.cudagraph_mark_step_begin()  # the last output may be reused
         with autocast:
             micro_loss = model(tokens, targets) * (len(tokens) / sequences_per_iter)
         scaler.scale(micro_loss).backward()
@@ -192,7 +192,7 @@ def evaluate(model: torch.nn.Module, batches: Iterable) -> torch.Tensor:
 
 
 def trial(micro_batch_size: int) -> torch.nn.Module:
-    """Run forward and backward passes and an evaluation to see if they fit in memory. Returns the
+    """Run forward and backward passes and an evaluation to see if they fit in memory. Return the
     model that ran."""
     model = compiling.compile_model(raw_model, plan, process.shards_model, activation_checkpointing)
     tokens = torch.zeros(micro_batch_size, block_size, dtype=torch.int64, device=process.device)

@@ -3,7 +3,7 @@
     python train.py config/train_gpt2.py
 
 About 0.5M tokens per iteration; 600,000 iterations are 300B tokens. nanoGPT's own model reaches a
-validation loss of about 2.85 with this recipe. We have not run it to the end.
+validation loss of about 2.85 with this recipe. We have not run this config to the end.
 """
 
 out_dir = "out-gpt2"
