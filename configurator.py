@@ -48,13 +48,13 @@ RANGES = (
     # upper limits: beyond them something overflows, or takes longer than anybody waits
     ("at least 1 and at most 2147483647", lambda value: 1 <= value < 2**31, (
         "block_size", "eval_iters", "max_new_tokens", "steps", "warmup_steps", "eval_windows",
-        "log_interval",
     )),
     ("at least 1 and at most 1000000", lambda value: 1 <= value <= 10**6, (
         "batch_size", "gradient_accumulation_steps", "num_samples", "processes", "num_proc",
         "micro_batch", "gpus",
     )),
     ("at least 0 and at most 4294967296", lambda value: 0 <= value <= 2**32, ("vocab_size",)),
+    ("at least 1 and below 2**63", lambda value: 1 <= value < 2**63, ("log_interval",)),
     ("at least 0 and below 2**63", lambda value: 0 <= value < 2**63, (
         "eval_interval", "sample_interval", "max_iters", "warmup_iters", "lr_decay_iters", "top_k",
         "max_tokens",
@@ -257,8 +257,8 @@ def run_config_file(
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.ImportFrom):
             imported |= {alias.asname or alias.name for alias in node.names}
-            star = node.names[0].name == "*"
-            if star and str(node.module).partition(".")[0] in sys.stdlib_module_names:
+            of_python = str(node.module).partition(".")[0] in sys.stdlib_module_names
+            if node.names[0].name == "*" and of_python and node.module in sys.modules:
                 imported |= vars(sys.modules[node.module]).keys()
     for key, value in namespace.items():
         if key in settings:
@@ -302,9 +302,11 @@ def check_values(values: dict[str, Any]) -> None:
     for name, choices in CHOICES.items():
         if values.get(name, choices[0]) not in choices:
             raise UserError(f"unknown {name}={shown(values[name])}: use {', '.join(choices)}")
-    for name in ("out_dir", "dataset", "init_from"):
+    for name in ("out_dir", "dataset"):
         if values.get(name) == "":
             raise UserError(f"{name} is empty: leave it out, or name a folder (. is this one)")
+    if values.get("init_from") == "":
+        raise UserError("init_from is empty: use scratch, resume, a model folder or a hub ID")
     begin = values.get("init_from", "scratch")  # or any model folder or hub ID
     likely = difflib.get_close_matches(begin.lower(), ("scratch", "resume"), n=1)
     if likely and begin not in likely and not os.path.exists(begin):

@@ -46,23 +46,21 @@ class GPTConfig:
             if field.type in (int, float, bool) and type(value) is not field.type:
                 kind = field.type.__name__
                 raise UserError(f"{field.name}={reprlib.repr(value)} is not of type {kind}")
+        sizes = {"block_size": (1, 2**31 - 1), "vocab_size": (1, 2**32), "n_layer": (1, 10**4),
+                 "n_head": (1, 10**6), "n_kv_head": (0, 10**6), "n_embd": (1, 10**6),
+                 "n_hidden": (0, 10**6), "head_dim": (0, 10**6)}  # fmt: skip
+        for name, (least, most) in sizes.items():
+            if not least <= getattr(self, name) <= most:
+                value = getattr(self, name)
+                raise UserError(f"{name}={value} must be at least {least} and at most {most}")
         self.n_kv_head = self.n_kv_head or self.n_head
         self.n_hidden = self.n_hidden or math.ceil(8 * self.n_embd / 3 / 64) * 64
-        sizes = {"block_size": 2**31 - 1, "vocab_size": 2**32, "n_layer": 10**4, "n_head": 10**6,
-                 "n_kv_head": 10**6, "n_embd": 10**6, "n_hidden": 10**6}  # fmt: skip
-        for name, most in sizes.items():
-            if not 1 <= getattr(self, name) <= most:
-                value = getattr(self, name)
-                raise UserError(f"{name}={value} must be at least 1 and at most {most}")
-        if not 0 <= self.head_dim <= 10**6:
-            raise UserError(f"head_dim={self.head_dim} must be at least 0 and at most 1000000")
         if not 0 <= self.dropout < 1:
             raise UserError(f"dropout={self.dropout} must be at least 0 and below 1")
-        if not 0 < self.rope_theta < math.inf or not 0 <= self.norm_eps < math.inf:
-            raise UserError(
-                f"rope_theta={self.rope_theta} must be above 0, norm_eps={self.norm_eps} at least "
-                "0, and both finite"
-            )
+        if not 0 < self.rope_theta < math.inf:
+            raise UserError(f"rope_theta={self.rope_theta} must be above 0 and finite")
+        if not 0 <= self.norm_eps < math.inf:
+            raise UserError(f"norm_eps={self.norm_eps} must be at least 0 and finite")
         if self.n_embd % self.n_head and not self.head_dim:
             raise UserError(
                 f"n_embd={self.n_embd} is not divisible by n_head={self.n_head}: "

@@ -350,6 +350,8 @@ def sum_gradients(process: Process, parameters: Sequence[nn.Parameter]) -> None:
         return
     present = all_reduce_sum(torch.tensor([float(p.grad is not None) for p in parameters]))
     used = [p for p, count in zip(parameters, present.tolist(), strict=True) if count]
+    if not used:
+        return
     for parameter in used:
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
@@ -446,7 +448,10 @@ def require_initial_values(model: nn.Module, groups: list[list[nn.Module]]) -> N
     owners.append({p for module in others for p in module.parameters(recurse=False)})
     shared = [n for n, p in model.named_parameters() if sum(p in own for own in owners) > 1]
     if shared:
-        raise UserError(f"parallel=fsdp cannot tie {', '.join(shared[:5])}: use parallel=ddp")
+        raise UserError(
+            f"parallel=fsdp cannot shard {', '.join(shared[:5])}, which several groups of blocks "
+            "share: use parallel=ddp"
+        )
 
     config = model.config
     if is_dataclass(config) and hasattr(config, "n_layer"):

@@ -213,7 +213,7 @@ def sample_while_training(
     autocast: contextlib.AbstractContextManager,
     seed: int,
 ) -> str:
-    """Sample 100 tokens after the first 8 tokens of `file`. Returns the text of both.
+    """Sample 100 tokens after (at most) the first 8 of `file`. Returns the text of both.
 
     This affects neither CUDA graphs nor the random numbers of training: the model runs eagerly, and
     sampling has its own generator.

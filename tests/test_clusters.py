@@ -390,13 +390,13 @@ CHANGES = {  # a change to GPT.__init__, and the error under fsdp (None: it work
     "shifted": (lambda model: setattr(model, "final_norm", Shifted(16)), "final_norm.bias"),
     "tied across": (lambda model: setattr(
         model.blocks[2].mlp.up_proj, "weight", model.blocks[0].mlp.up_proj.weight),
-        "cannot tie blocks.0.mlp.up_proj.weight: use"),
+        "cannot shard blocks.0.mlp.up_proj.weight, which"),
     "norm of a block": (lambda model: setattr(
-        model.final_norm, "weight", model.blocks[0].mlp_norm.weight), "cannot tie"),
+        model.final_norm, "weight", model.blocks[0].mlp_norm.weight), "cannot shard"),
     "one mlp": (lambda model: setattr(model.blocks[1], "mlp", model.blocks[0].mlp),
-                "cannot tie blocks.0.mlp.gate_proj.weight, blocks.0.mlp.up_proj"),
+                "cannot shard blocks.0.mlp.gate_proj.weight, blocks.0.mlp.up_proj"),
     "one block": (lambda model: setattr(
-        model, "blocks", nn.ModuleList([model.blocks[0]] * 3)), "cannot tie blocks.0."),
+        model, "blocks", nn.ModuleList([model.blocks[0]] * 3)), "cannot shard blocks.0."),
 }  # fmt: skip
 
 

@@ -213,6 +213,15 @@ def test_folders_may_begin_with_the_home_folder(tmp_path, monkeypatch):
     assert configure(namespace)["out_dir"] == namespace["out_dir"] == "/home/someone/runs/1"
     with pytest.raises(ValueError, match="out_dir is empty"):
         check_values({"out_dir": ""})
+    with pytest.raises(ValueError, match="init_from is empty: use scratch, resume"):
+        check_values({"init_from": ""})
+
+
+def test_a_star_import_that_did_not_run_is_no_error(settings, tmp_path):
+    file = tmp_path / "c.py"
+    file.write_text("if False:\n    from turtledemo import *\nrate = 0.5\n")
+    assert "turtledemo" not in sys.modules  # without the fix: KeyError
+    assert resolve(settings, [str(file)])["rate"] == 0.5
 
 
 def test_bare_flag_of_a_boolean_means_true(settings):

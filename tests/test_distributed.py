@@ -327,6 +327,13 @@ def test_f12_f59_gradients_are_exchanged_as_one_flat_tensor_and_stay_in_place(mo
     assert all(p.grad is b for p, b in zip(parameters[::2], before[::2], strict=True))
 
 
+def test_f59_a_step_in_which_no_process_has_a_gradient_changes_nothing(monkeypatch):
+    monkeypatch.setattr(distributed, "all_reduce_sum", lambda tensor: tensor)
+    parameters = [torch.nn.Parameter(torch.ones(n, 2)) for n in (1, 2)]
+    sum_gradients(Process(0, 0, 2), parameters)
+    assert all(p.grad is None for p in parameters)
+
+
 # ---- faults -----------------------------------------------------------------------------------
 
 
