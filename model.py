@@ -111,7 +111,7 @@ class RMSNorm(nn.Module):
 def rope_tables(positions: Tensor, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
     """Cosines and sines for `apply_rope` at `positions` (T,): two float32 tables (T, 1, D).
 
-    The rows of a position with the D / 2 angles t are (cos t, cos t) and (-sin t, sin t).
+    Each position's rows are (cos t, cos t) and (-sin t, sin t), where t are its D / 2 angles.
     """
     pairs = torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float32)
     angles = positions[:, None, None].float() * theta ** (-pairs / head_dim)  # (T, 1, D / 2)
@@ -214,7 +214,7 @@ class GPT(nn.Module):
         for name in ("rope_cos", "rope_sin"):
             self.register_buffer(name, torch.empty(0), persistent=False)
         self.compute_rope_tables()
-        # the layers above have drawn random numbers; the weights below depend on the seed alone
+        # undo the layers' own random draws: the weights below depend on the seed alone
         torch.set_rng_state(random_state)
         self.draws: dict[str, tuple[float, int]] = {}  # matrix name: (std, seed)
         self.init_weights()

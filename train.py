@@ -35,7 +35,7 @@ from steady.stop import Saving, StopRequest, stop_message
 # output and evaluation
 out_dir = "out"  # folder for checkpoints and metrics.jsonl
 init_from = "scratch"  # scratch, resume (out_dir/ckpt.pt), or a run's folder, HF folder or hub ID
-eval_interval = 2000  # iterations between evaluations (and saves); 0: none, ckpt.pt at the end
+eval_interval = 2000  # iterations between evaluations (and saves); 0: never, save at the end
 eval_iters = 200  # evaluate on the same eval_iters * batch_size sequences each time
 eval_only = False  # evaluate once and exit
 log_interval = 1  # iterations between log lines
@@ -83,7 +83,7 @@ dtype = "auto"  # to compute in: auto, float32, bfloat16, float16
 compile = True  # torch.compile the model; falls back to eager and says why
 compile_mode = "default"  # default, reduce-overhead, max-autotune, max-autotune-no-cudagraphs
 fp8 = False  # FP8 matmuls in the blocks (NVIDIA Ada or newer; faster for wide models)
-activation_checkpointing = "none"  # none, or recompute: selective (all but attention), block
+activation_checkpointing = "none"  # none, selective (recompute all but attention), block
 parallel = "ddp"  # multi-GPU: ddp, or fsdp to shard a model too large for one GPU
 backend = "auto"  # for torch.distributed: auto, nccl, gloo
 profile = False  # trace a few steps to out_dir/trace.json
@@ -92,10 +92,11 @@ config = configure(globals())
 
 # -----------------------------------------------------------------------------
 # this process: rank, device, dtype, how to compile
-process = distributed.this_process(parallel, device, dtype, n_embd)  # n_embd: a CPU's auto dtype
+# n_embd: what dtype=auto means on a CPU depends on it
+process = distributed.this_process(parallel, device, dtype, n_embd)
 plan = compiling.plan(compile, compile_mode, process.device)
 distributed.start(process, config, plan.cuda_graphs)
-out_path = Path(config["out_dir"])  # rank 0's, from here on
+out_path = Path(config["out_dir"])  # now rank 0's on every rank
 ckpt_path, best_path = out_path / "ckpt.pt", out_path / "best.pt"
 autocast = process.autocast()
 torch.manual_seed(seed)  # the same on every rank: initial weights are not broadcast
@@ -108,7 +109,7 @@ if verify_data and process.master:
 requested = GPTConfig.from_settings(config, data.padded_vocab_size)
 if not eval_only or wandb_log:  # this run writes to out_dir: lock it
     distributed.on_rank0_first(process, lambda: folder.claim(out_path))
-# "resume" if torchrun has restarted the processes after an error
+# becomes "resume" if torchrun has restarted the processes after an error
 config["init_from"] = checkpoint.resolve_init_from(init_from, ckpt_path, process)
 if config["init_from"] == "scratch":
     start = checkpoint.Start(requested.settings())
@@ -142,7 +143,7 @@ if not eval_only:
 parameters = [p for p in raw_model.parameters() if p.requires_grad]
 static_gradients = optim.StaticGradients(parameters, plan.cuda_graphs)  # keeps .grad in one place
 
-# sequences per iteration, and per split in an evaluation; both stay if micro-batches get smaller
+# sequences per iteration, and per evaluated file; smaller micro-batches change neither
 sequences_per_iter = batch_size * gradient_accumulation_steps
 eval_sequences = eval_iters * batch_size
 iter_num, best_val_loss = start.iter_num, start.best_val_loss
@@ -169,7 +170,7 @@ def forward_backward(model: torch.nn.Module, micro_batches: Iterable) -> torch.T
     loss = torch.zeros((), device=process.device)  # a tensor that no CUDA graph overwrites
     for tokens, targets in micro_batches:
         if plan.cuda_graphs:
-            torch.compiler.cudagraph_mark_step_begin()  # the last output may be reused
+            torch.compiler.cudagraph_mark_step_begin()  # may overwrite the last output
         with autocast:
             micro_loss = model(tokens, targets) * (len(tokens) / sequences_per_iter)
         scaler.scale(micro_loss).backward()
@@ -199,7 +200,7 @@ def trial(micro_batch_size: int) -> torch.nn.Module:
     targets = torch.zeros_like(tokens)  # not `tokens`: compiled code would assume both are the same
     buffers = [buffer.clone() for buffer in raw_model.buffers()]
     micro_steps = sequences_per_iter // process.world_size // micro_batch_size
-    # with CUDA graphs: warm up, record, replay; without: the second run adds to .grad
+    # with CUDA graphs: warm up, record, replay; else: create .grad, add to it
     runs = 0 if eval_only else 3 if plan.cuda_graphs else min(2, micro_steps)
     try:
         forward_backward(model, [(tokens, targets)] * runs)
@@ -242,7 +243,7 @@ trace = start_profiler(out_path, profile and process.master, log.line)
 # -----------------------------------------------------------------------------
 # try a step; if it runs out of memory, use smaller micro-batches (same global batch)
 fit = memory.fit(trial, config, process, plan)
-model = fit.model  # raw_model (perhaps with compiled blocks), or its wrapper with CUDA graphs
+model = fit.model  # raw_model (maybe with compiled blocks), or a compiled wrapper of it
 if fit.report:
     log.line(fit.report)
 micro_steps = sequences_per_iter // fit.batch_size // process.world_size  # per process
@@ -251,8 +252,8 @@ loader = DataLoader(train_file, fit.batch_size, sequences_per_iter // fit.batch_
 micro_batches = loader.micro_batches(iter_num)
 
 # -----------------------------------------------------------------------------
-# training loop. When it ends, even by a signal or an error, `saving` saves the state if it is
-# usable. Unless there was an error, only rank 0 continues after it
+# training loop. However it ends, `saving` saves the state (but with fsdp not after an error). If
+# there was no error, only rank 0 goes on below the loop; the other ranks exit
 log.start_clock(iter_num, sequences_per_iter * block_size, raw_model.flops_per_token(), process)
 skipped = torch.zeros((), device=process.device)  # consecutive steps with non-finite gradients
 stopping = stop_request.stop_requested()
@@ -303,7 +304,7 @@ with saving:
         skipped = (skipped + 1) * ~grad_norm.isfinite()
         stopping = stop_request.stop_requested()
         log_due = stopping or iter_num % log_interval == 0 or iter_num + 1 == max_iters
-        if log_due:  # start copying now: then reading waits for backward, but not for opt.step
+        if log_due:  # copy now, so that reading waits for backward but not for opt.step
             distributed.all_reduce_sum(loss)
             read_numbers = hardware.to_host_async(loss, grad_norm, skipped)
         scaler.step(opt)
