@@ -7,8 +7,10 @@ steady/generate.py. The loss (steady/loss.py) never holds a whole batch's logits
 Shapes: B batch, T tokens, C n_embd, H n_head, K n_kv_head, D head_dim, V vocab_size.
 """
 
+import contextlib
 import math
 import reprlib
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
@@ -196,6 +198,33 @@ class Block(nn.Module):
         return x + self.dropout(self.mlp(self.mlp_norm(x)))
 
 
+def fingerprint(weight: Tensor) -> tuple | int:
+    """Identifies a weight's values; on the meta device, which has none, the weight itself."""
+    if weight.is_meta:
+        return id(weight)
+    return tuple(weight.shape), weight.detach().sum(dtype=torch.float64).item()
+
+
+@contextlib.contextmanager
+def torchs_initial_weights() -> Iterator[set]:
+    """Collect the fingerprints of the weights that nn.Linear and nn.Embedding draw meanwhile. A
+    weight whose fingerprint is not among them later was set by you."""
+    found: set = set()
+    resets = {kind: kind.reset_parameters for kind in (nn.Linear, nn.Embedding)}
+
+    def reset_and_note(layer: nn.Module) -> None:
+        resets[nn.Linear if isinstance(layer, nn.Linear) else nn.Embedding](layer)
+        found.add(fingerprint(layer.weight))
+
+    for kind in resets:
+        kind.reset_parameters = reset_and_note
+    try:
+        yield found
+    finally:
+        for kind, reset in resets.items():
+            kind.reset_parameters = reset
+
+
 class GPT(nn.Module):
     """The whole model. Build it inside `with torch.device(...)` to initialise it on that device."""
 
@@ -203,17 +232,18 @@ class GPT(nn.Module):
         super().__init__()
         self.config = config
         random_state = torch.get_rng_state()
-        self.token_embedding = nn.Embedding(config.vocab_size, config.n_embd)
-        self.dropout = nn.Dropout(config.dropout)
-        self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layer))
-        self.final_norm = RMSNorm(config.n_embd, config.norm_eps)
-        self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
-        self.cross_entropy = LinearCrossEntropy()  # lm_head and loss, a chunk of rows at a time
-        if config.tied_embeddings:
-            self.lm_head.weight = self.token_embedding.weight
-        for name in ("rope_cos", "rope_sin"):
-            self.register_buffer(name, torch.empty(0), persistent=False)
-        self.compute_rope_tables()
+        with torchs_initial_weights() as self.unset:
+            self.token_embedding = nn.Embedding(config.vocab_size, config.n_embd)
+            self.dropout = nn.Dropout(config.dropout)
+            self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layer))
+            self.final_norm = RMSNorm(config.n_embd, config.norm_eps)
+            self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
+            self.cross_entropy = LinearCrossEntropy()  # lm_head and loss, a chunk of rows at a time
+            if config.tied_embeddings:
+                self.lm_head.weight = self.token_embedding.weight
+            for name in ("rope_cos", "rope_sin"):
+                self.register_buffer(name, torch.empty(0), persistent=False)
+            self.compute_rope_tables()
         # undo the layers' own random draws: the weights below depend on the seed alone
         torch.set_rng_state(random_state)
         self.draws: dict[str, tuple[float, int]] = {}  # matrix name: (std, seed)
@@ -222,7 +252,7 @@ class GPT(nn.Module):
     def init_weights(self) -> None:
         """Initialise linear layers and embeddings from a normal distribution. Its std is 0.02 as in
         GPT-2, and smaller for layers named o_proj and down_proj, which add to the residual stream.
-        Biases, other parameters, and weights that you set in a module's __init__ keep their values.
+        Biases, other parameters, and weights that you set yourself keep their values.
         """
         residual_std = 0.02 / math.sqrt(2 * self.config.n_layer)
         for name, layer in self.named_modules():
@@ -231,19 +261,23 @@ class GPT(nn.Module):
             reset = type(layer).reset_parameters
             if reset not in (nn.Linear.reset_parameters, nn.Embedding.reset_parameters):
                 continue  # it has an init of its own
-            if layer.weight._version != 1:  # already set: by you, or tied
+            if fingerprint(layer.weight) not in self.unset:  # set by you, or tied
                 continue
             std = residual_std if name.endswith(("o_proj", "down_proj")) else 0.02
             # one generator per matrix: its values must not depend on the sizes of the others
             seed = int(torch.randint(2**63 - 1, (), device="cpu"))
             self.draws[f"{name}.weight"] = std, seed
+            self.unset.discard(id(layer.weight))
             self.draw(f"{name}.weight")
 
     def draw(self, name: str) -> None:
         """Initialise one matrix. Does nothing on the meta device; fsdp calls it again later."""
-        weight, (std, seed) = self.get_parameter(name), self.draws[name]
+        layer, (std, seed) = self.get_submodule(name.removesuffix(".weight")), self.draws[name]
+        weight = layer.weight
         generator = None if weight.is_meta else torch.Generator(weight.device).manual_seed(seed)
         nn.init.normal_(weight, std=std, generator=generator)
+        if isinstance(layer, nn.Embedding):
+            layer._fill_padding_idx_with_zero()
 
     def compute_rope_tables(self) -> None:
         """Precompute the tables for every position. If forward computed them, the compiler

@@ -50,7 +50,9 @@ dtype = hardware.choose_dtype(dtype, device)
 path = checkpoint.find(Path(out_dir), ckpt)
 saved = checkpoint.load(path)
 model = checkpoint.build(GPT, GPTConfig, saved, path)
-model = model.to(device, dtype).eval()
+model = model.to(device).eval()
+# .to(dtype) would drop the imaginary part of complex buffers
+model._apply(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)
 hardware.use_onednn(device, dtype, model.config.n_embd, model.config.block_size)
 tokenizer = checkpoint.tokenizer_of(saved, path)
 

@@ -198,7 +198,7 @@ def trial(micro_batch_size: int) -> torch.nn.Module:
     model = compiling.compile_model(raw_model, plan, process.shards_model, activation_checkpointing)
     tokens = torch.zeros(micro_batch_size, block_size, dtype=torch.int64, device=process.device)
     targets = torch.zeros_like(tokens)  # not `tokens`: compiled code would assume both are the same
-    buffers = [buffer.clone() for buffer in raw_model.buffers()]
+    before = {name: buffer.clone() for name, buffer in raw_model.named_buffers()}
     micro_steps = sequences_per_iter // process.world_size // micro_batch_size
     # with CUDA graphs: warm up, record, replay; else: create .grad, add to it
     runs = 0 if eval_only else 3 if plan.cuda_graphs else min(2, micro_steps)
@@ -207,9 +207,11 @@ def trial(micro_batch_size: int) -> torch.nn.Module:
         if eval_interval or eval_only:
             evaluate(model, [(tokens, targets, 1.0)])
     finally:
-        opt.zero_grad(set_to_none=not plan.cuda_graphs)
-        for buffer, before in zip(raw_model.buffers(), buffers, strict=True):  # undo updates
-            buffer.copy_(before)
+        for holder in (opt, raw_model):  # an edited opt may not have all parameters
+            holder.zero_grad(set_to_none=not plan.cuda_graphs)
+        for name, buffer in raw_model.named_buffers():  # undo updates
+            if name in before and not torch.equal(buffer, before[name]):
+                buffer.resize_(before[name].shape).copy_(before[name])
     return model
 
 
@@ -296,7 +298,7 @@ with saving:
         # ---- forward and backward ---------------------------------------------
         torch.manual_seed(hash((seed, iter_num, process.rank)))  # a resume gets the same dropout
         loss = forward_backward(model, islice(micro_batches, micro_steps))
-        distributed.sum_gradients(process, parameters)
+        distributed.sum_gradients(process, raw_model)  # and give all ranks rank 0's buffers
 
         # ---- clip and step ----------------------------------------------------
         scaler.unscale_(opt)

@@ -22,7 +22,6 @@ from steady.recompute import repeated_blocks
 
 GRAPH_MODES = ("reduce-overhead", "max-autotune")  # compile modes that record CUDA graphs
 SKIPS_LOG = "torch._inductor.cudagraph_utils.__cudagraphs"
-MAX_VERSIONS = 256  # of a block's code: each block may use its own constants, such as its index
 
 
 @dataclass
@@ -105,8 +104,8 @@ def compile_model(
     it is `model` itself.
 
     Compiled code is the model's own code. All blocks share the code of one, so a deep model starts
-    just as fast. A model without blocks is compiled as a whole. Every new shape is compiled
-    separately (dynamic=False), because code for all shapes is slow.
+    just as fast. A model without blocks is compiled as a whole. Until `allow_dynamic`, every new
+    shape is compiled separately, because code for all shapes is slow.
     """
     parts = repeated_blocks(model) if sharded else compiled_parts(model)
     for part in parts:  # undo an earlier call (there is none with fsdp, see memory.fit)
@@ -116,13 +115,16 @@ def compile_model(
     # TORCHDYNAMO_SUPPRESS_ERRORS would silently run code that cannot be compiled.
     torch._dynamo.config.suppress_errors = False
     torch._dynamo.config.skip_nnmodule_hook_guards = False  # also call hooks added later
-    torch._dynamo.config.recompile_limit = MAX_VERSIONS
-    torch._dynamo.config.accumulated_recompile_limit = 2 * MAX_VERSIONS
+    # Each block may use its own constants, such as its index, in training and in evaluation. Code
+    # with more versions than that runs eagerly, and torch says so.
+    torch._dynamo.config.recompile_limit = limit = 16 + 2 * len(parts)
+    torch._dynamo.config.accumulated_recompile_limit = 16 * limit
+    torch._dynamo.config.automatic_dynamic_shapes = False  # until `allow_dynamic`
     if sharded:  # without activation checkpointing, recompute only the cheapest operations
         functorch_config.activation_memory_budget = 0.9 if checkpointing == "none" else 1.0
     from torch._dynamo.external_utils import wrap_inline  # takes seconds to import
 
-    options = {"mode": plan.mode, "dynamic": False}
+    options = {"mode": plan.mode}
     if plan.cuda_graphs or not parts:
         return torch.compile(model, **options)
     for part in parts:
@@ -132,6 +134,12 @@ def compile_model(
             # without wrap_inline torch does not compile its own layers, such as nn.Embedding
             part._compiled_call_impl = torch.compile(wrap_inline(part._call_impl), **options)
     return model
+
+
+def allow_dynamic(plan: Plan) -> None:
+    """Call after the trial step. What varies from now on (a number that decays, the tokens of an
+    expert) is compiled once for all values, not once for each. A CUDA graph has only one shape."""
+    torch._dynamo.config.automatic_dynamic_shapes = not plan.cuda_graphs
 
 
 def compiled_parts(model: nn.Module) -> list[nn.Module]:

@@ -17,7 +17,7 @@ import re
 import secrets
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import is_dataclass, replace
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -340,14 +340,22 @@ def any_process(flag: bool) -> bool:
 
 
 @torch.no_grad()
-def sum_gradients(process: Process, parameters: Sequence[nn.Parameter]) -> None:
+def sum_gradients(process: Process, model: nn.Module) -> None:
     """With ddp, replace the gradients by their sums over all processes, in one all-reduce. They
-    stay in the same tensors, as CUDA graphs need.
+    stay in the same tensors, as CUDA graphs need. With ddp and fsdp, all processes also get rank
+    0's buffers (running statistics, for example), as in DistributedDataParallel.
 
     A parameter's gradient stays None if no process has one, so that the optimizer skips it.
     """
+    if process.world_size == 1:
+        return
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if name not in module._non_persistent_buffers_set:  # model.py has only such buffers
+                dist.broadcast(buffer, 0)
     if not process.sums_gradients:
         return
+    parameters = [p for p in model.parameters() if p.requires_grad]
     present = all_reduce_sum(torch.tensor([float(p.grad is not None) for p in parameters]))
     used = [p for p, count in zip(parameters, present.tolist(), strict=True) if count]
     if not used:

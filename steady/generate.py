@@ -5,6 +5,7 @@ V vocabulary size.
 """
 
 import contextlib
+import inspect
 import math
 import sys
 from collections.abc import Callable
@@ -114,14 +115,14 @@ def generate(
     size = model.config.block_size
     ids = model.config.vocab_size  # a tokenizer may have more
     cache = None
-    if cache_is_exact(model, min(vocab_size or ids, ids)):
-        length = min(size, tokens.shape[1] + max_new_tokens)
+    length = min(size, tokens.shape[1] + max_new_tokens)
+    if cache_is_exact(model, min(vocab_size or ids, ids), length):
         dtype = compute_dtype(model.lm_head.weight)
         cache = KVCache(model.config, tokens.shape[0], length, tokens.device, dtype)
     else:
         print("note: a KV cache changes this model's output: sampling without one, which is slow",
               file=sys.stderr)  # fmt: skip
-    step = partial(model, cache=cache)
+    step = model if cache is None else partial(model, cache=cache)
     decode = None  # the recorded step for a single token
     held, context = 0, tokens[:, -size:]
     for _ in range(max_new_tokens):
@@ -144,10 +145,13 @@ def generate(
     return tokens
 
 
-def cache_is_exact(model: GPT, vocab_size: int) -> bool:
-    """Whether the model's last logits for a few tokens are the same with a KV cache. They differ if
-    attention was edited but KVCache was not, or if other layers look at other positions."""
-    weight, T = model.lm_head.weight, min(model.config.block_size, 32)
+def cache_is_exact(model: GPT, vocab_size: int, length: int) -> bool:
+    """Whether the model's last logits for `length` tokens (at most 2,048, to save memory) are the
+    same with a KV cache. They differ if attention was edited but KVCache was not, or if other
+    layers look at other positions."""
+    weight, T = model.lm_head.weight, min(length, 2048)
+    if "cache" not in inspect.signature(model.forward).parameters:
+        return False
     if T < 2:
         return True
     tokens = (torch.arange(T, device=weight.device) * 7919 % vocab_size)[None]  # (1, T)

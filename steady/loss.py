@@ -155,8 +155,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return total / count
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx, grad_loss):
+        if not torch.compiler.is_compiling() and torch.is_grad_enabled():  # create_graph=True
+            raise NotImplementedError(
+                "this loss has no second derivatives: use F.cross_entropy(self.lm_head(x), ...)"
+            )
         # Divide by the count only here, together with GradScaler's factor: by itself the division
         # would make small float16 gradients underflow.
         grad_hidden, grad_weight, grad_bias, count = ctx.saved_tensors

@@ -140,6 +140,7 @@ def fit(
     else:  # this device does not report its peak
         peak = rough_gib(config, size, process)
     keep_unsharded_if_it_fits(model, peak, available_gib, process)
+    compiling.allow_dynamic(plan)
     gc.collect()
     gc.freeze()  # later collections skip the set-up's objects: scanning them stalls a step
     smaller = [flags(n) for n in every_size if n < size]

@@ -166,6 +166,11 @@ def build_optimizer(
         optimizer = Muon([inner, *groups], head_dims, compiled, dtype, **rates, fused=True)
     else:
         optimizer = AdamW(groups, **rates, fused=True)
+    if unusable := [n for n, p in model.named_parameters() if p.requires_grad and p.is_complex()]:
+        raise UserError(
+            f"optimizer={config['optimizer']} cannot train complex parameters: "
+            f"{', '.join(unusable[:5])}; use torch.view_as_real, or another optimizer in train.py"
+        )
     for parameter in others:
         optimizer.state[parameter] = {
             "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
@@ -211,7 +216,8 @@ def load_state(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
     if not isinstance(optimizer, AdamW):
         # such an optimizer may keep values in its groups, a step count for example
         settings = saved.get("param_groups") or optimizer.state_dict()["param_groups"]
-        optimizer.load_state_dict({"state": states, "param_groups": settings})
+        more = {name: value for name, value in saved.items() if name != "kind"}
+        optimizer.load_state_dict(more | {"state": states, "param_groups": settings})
         return
     for i, parameter in enumerate(parameters):
         state = optimizer.state[parameter]

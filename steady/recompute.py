@@ -26,14 +26,22 @@ KEPT = [
 
 def repeated_blocks(model: nn.Module) -> list[nn.Module]:
     """The model's repeated layers: the entries of its nn.ModuleLists and nn.Sequentials, also
-    inside an nn.ModuleDict (nanoGPT's `transformer`)."""
+    inside an nn.ModuleDict (nanoGPT's `transformer`). If an entry is itself such a list or dict,
+    which has no forward pass, its entries count."""
     blocks: list[nn.Module] = []
     for child in model.children():
         if isinstance(child, nn.ModuleList | nn.Sequential):
-            blocks += child
+            blocks += [entry for each in child for entry in entries(each)]
         elif isinstance(child, nn.ModuleDict):
             blocks += repeated_blocks(child)
     return blocks
+
+
+def entries(module: nn.Module) -> list[nn.Module]:
+    """`module` itself, or the modules in it if it is a list or dict."""
+    if not isinstance(module, nn.ModuleList | nn.ModuleDict):
+        return [module]
+    return [entry for each in module.children() for entry in entries(each)]
 
 
 def use_activation_checkpointing(model: nn.Module, kind: str) -> None:

@@ -320,17 +320,26 @@ def test_f12_f59_gradients_are_exchanged_as_one_flat_tensor_and_stay_in_place(mo
     for parameter in parameters[::2]:
         parameter.grad = torch.ones_like(parameter)
     before = [p.grad for p in parameters]
-    sum_gradients(Process(0, 0, 2), parameters)
+    sum_gradients(Process(0, 0, 2), torch.nn.ParameterList(parameters))
     assert calls == [4, 2 + 4 + 6]  # all flags, then all gradients
     assert [p.grad is None for p in parameters] == [False, False, False, True]
     assert (parameters[0].grad == 2).all() and (parameters[1].grad == 1).all()
     assert all(p.grad is b for p, b in zip(parameters[::2], before[::2], strict=True))
 
 
+def test_f59_all_processes_get_the_first_ones_buffers(monkeypatch):
+    sent = []
+    monkeypatch.setattr(distributed.dist, "broadcast", lambda buffer, source: sent.append(buffer))
+    model = torch.nn.Sequential(torch.nn.BatchNorm1d(3))
+    model.register_buffer("table", torch.ones(2), persistent=False)
+    sum_gradients(Process(0, 0, 2, "fsdp"), model)
+    assert len(sent) == 3 and sent[0] is model[0].running_mean
+
+
 def test_f59_a_step_in_which_no_process_has_a_gradient_changes_nothing(monkeypatch):
     monkeypatch.setattr(distributed, "all_reduce_sum", lambda tensor: tensor)
     parameters = [torch.nn.Parameter(torch.ones(n, 2)) for n in (1, 2)]
-    sum_gradients(Process(0, 0, 2), parameters)
+    sum_gradients(Process(0, 0, 2), torch.nn.ParameterList(parameters))
     assert all(p.grad is None for p in parameters)
 
 
@@ -580,8 +589,8 @@ def test_blocks_are_exchanged_two_at_a_time_and_kept_weights_once(divided):
 def test_divided_blocks_compile_with_selective_checkpointing(divided, monkeypatch):
     """torch fails if its own recomputation is combined with ours."""
 
-    def graphs_only(function, mode, dynamic):  # compiling kernels takes 10 s longer
-        return torch_compile(function, backend="aot_eager_decomp_partition", dynamic=dynamic)
+    def graphs_only(function, mode):  # compiling kernels takes 10 s longer
+        return torch_compile(function, backend="aot_eager_decomp_partition")
 
     torch_compile = torch.compile
     monkeypatch.setattr(torch, "compile", graphs_only)

@@ -52,6 +52,19 @@ def test_gradcheck():
     )
 
 
+def test_second_derivatives_are_refused():
+    """Without the fix their contributions are missing, silently."""
+    hidden, weight, targets = inputs(5, 3, 7, torch.float64, (2,))
+    (gradient,) = torch.autograd.grad(
+        linear_cross_entropy(hidden, weight, targets), weight, retain_graph=True
+    )
+    assert not gradient.requires_grad
+    with pytest.raises(NotImplementedError, match="no second derivatives"):
+        torch.autograd.grad(
+            linear_cross_entropy(hidden, weight, targets), weight, create_graph=True
+        )
+
+
 def test_all_targets_ignored_is_zero_without_nan():
     case = inputs(6, 3, 7, torch.float32, range(6))
     loss, grad_hidden, grad_weight = loss_and_gradients(linear_cross_entropy, *case)

@@ -10,7 +10,7 @@ from model import GPT, GPTConfig, RMSNorm, apply_rope, rope_tables
 from steady import compiling
 from steady import generate as generation
 from steady.generate import KVCache, draw, generate
-from steady.recompute import use_activation_checkpointing
+from steady.recompute import repeated_blocks, use_activation_checkpointing
 
 
 def tiny(**changes) -> GPT:
@@ -310,6 +310,42 @@ def test_f89_a_model_that_a_cache_does_not_serve_samples_without_one(monkeypatch
     assert "a KV cache changes this model's output" in capsys.readouterr().err
 
 
+def test_layers_in_nested_lists_count_as_blocks():
+    """They are compiled and recomputed one by one: a list itself has no forward pass."""
+    a, b, c, d = (torch.nn.Linear(1, 1) for _ in range(4))
+    lists = torch.nn.ModuleList([torch.nn.ModuleList([a, b]), torch.nn.ModuleDict({"c": c}), d])
+    model = torch.nn.ModuleDict({"layers": lists, "head": torch.nn.Linear(1, 1)})
+    assert repeated_blocks(model) == [a, b, c, d]
+
+
+@torch.no_grad()
+def test_f89_a_window_longer_than_the_prompt_samples_without_a_cache(monkeypatch):
+    """Its effect shows only after 40 tokens."""
+    window = torch.ones(64, 64, dtype=torch.bool).tril().triu(-40)
+
+    def near(q, k, v, attn_mask=None, is_causal=False, **more):
+        mask = window[: q.shape[2], : q.shape[2]] if is_causal else attn_mask
+        return attention(q, k, v, attn_mask=mask, **more)
+
+    attention = torch.nn.functional.scaled_dot_product_attention
+    model = tiny(block_size=64).eval()
+    assert generation.cache_is_exact(model, 13, 64)
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", near)
+    assert generation.cache_is_exact(model, 13, 40)
+    assert not generation.cache_is_exact(model, 13, 64)
+
+
+@torch.no_grad()
+def test_f89_a_forward_pass_without_a_cache_samples_too():
+    class Plain(GPT):
+        def forward(self, tokens, targets=None):
+            return super().forward(tokens, targets)
+
+    model = Plain(tiny().config).eval()
+    tokens = tokens_for(model, length=3)
+    assert generate(model, tokens, 5, temperature=0.0).shape == (len(tokens), 8)
+
+
 @torch.no_grad()
 def test_f41_a_decoding_step_is_compiled_once():
     from torch._dynamo.testing import CompileCounterWithBackend
@@ -526,7 +562,7 @@ def test_f52_compiled_code_computes_the_same_gradients(kind, way, monkeypatch):
     """For every kind of checkpointing. (Kernels compile slowly, so the GPU tests cover them.)"""
     options = {"backend": "aot_eager_decomp_partition", "fullgraph": True}
     compile = torch.compile
-    monkeypatch.setattr(torch, "compile", lambda f, mode, dynamic: compile(f, **options))
+    monkeypatch.setattr(torch, "compile", lambda f, mode: compile(f, **options))
     torch._dynamo.reset()
     model = tiny()
     tokens, targets = tokens_for(model), tokens_for(model).flip(0)

@@ -15,9 +15,11 @@ import forked
 import pytest
 import torch
 from conftest import ROOT, TINY, free_port
+from torch import nn
 
 from model import GPT, GPTConfig
 from steady import checkpoint, compiling
+from steady.optim import build_optimizer, load_state
 from steady.runlog import read_metrics
 
 SETTINGS = [*TINY, "--learning_rate=5e-3", "--dtype=float32", "--max_iters=3", "--n_kv_head=1"]
@@ -31,7 +33,6 @@ class Edit(NamedTuple):
     changes_loss: bool = True  # the loss curve differs from the original's
     depends_on_split: bool = False  # losses depend on the number of micro-batches
     samples: bool = True  # sampling with a KV cache still works
-    fsdp: bool = True
 
 
 MLP_LINE = "        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))"
@@ -44,7 +45,7 @@ BLOCK_END = (
 )
 LOSS = "            return self.cross_entropy(x, head.weight, targets.flatten(), head.bias)"
 EMBED = "        x = self.token_embedding(tokens)  # (B, T, C)"
-GPT_END = '        for name in ("rope_cos", "rope_sin"):'
+GPT_END = '            for name in ("rope_cos", "rope_sin"):'
 SDPA = re.search(
     r"            y = F\.scaled_dot_product_attention\(.*?\)  # fmt: skip\n",
     (ROOT / "model.py").read_text(encoding="utf-8"),
@@ -57,7 +58,7 @@ def in_block(line):
 
 
 def in_gpt(line):
-    return (GPT_END, f"        {line}\n{GPT_END}")
+    return (GPT_END, f"            {line}\n{GPT_END}")
 
 
 OPTIMIZER = "opt = optim.build_optimizer(raw_model, config, plan.compiled, process.dtype)"
@@ -103,7 +104,7 @@ EDITS = {
     # ---- parameters of any kind
     "a_learned_scalar": Edit(
         (in_block("self.scale = nn.Parameter(torch.full((), 3.0))"),
-         (MLP_RESIDUAL, "        return x + self.scale * self.mlp(self.mlp_norm(x))")), fsdp=False
+         (MLP_RESIDUAL, "        return x + self.scale * self.mlp(self.mlp_norm(x))"))
     ),
     "a_bare_matrix": Edit(
         (in_block("self.mix = nn.Parameter(torch.eye(config.n_embd))"),
@@ -185,6 +186,36 @@ EDITS = {
     "a_counter_in_a_buffer": Edit(
         (in_gpt("self.register_buffer('steps', torch.zeros((), dtype=torch.int64))"),
          (EMBED, EMBED + "\n        self.steps += self.training")), changes_loss=False
+    ),
+    "a_complex_buffer": Edit(
+        (in_gpt("self.register_buffer('turns', torch.polar(torch.ones(4), torch.arange(4.0)))"),
+         (EMBED, EMBED + "\n        x = x + 0.1 * torch.view_as_real(self.turns).sum()"))
+    ),
+    "an_expanded_buffer": Edit(
+        (in_gpt("self.register_buffer('ones', torch.ones(1).expand(4), persistent=False)"),),
+        changes_loss=False
+    ),
+    "a_mask_created_in_forward": Edit(
+        ((SDPA, "            if not hasattr(self, 'mask'):\n"
+                "                mask = torch.full((16, 16), -torch.inf, device=x.device).triu(1)\n"
+                "                self.register_buffer('mask', mask, persistent=False)\n"
+                "            y = F.scaled_dot_product_attention(q, k, v, enable_gqa=True,"
+                " attn_mask=self.mask[:T, :T].to(q.dtype))\n"),), changes_loss=False
+    ),
+    "more_state_than_tensors": Edit(
+        ((MLP_LINE, MLP_LINE + "\n\n"
+          "    def get_extra_state(self):\n        return {'version': 3}\n\n"
+          "    def set_extra_state(self, state):\n        assert state == {'version': 3}"),),
+        changes_loss=False
+    ),
+    "rates_from_a_tensor": Edit(  # as in timm; such code cannot run on the meta device
+        (in_gpt("self.rates = [rate.item() for rate in torch.linspace(0, 0.3, config.n_layer)]"),
+         (LOOP, LOOP + "            x = x * (1 + self.rates[i])\n"))
+    ),
+    "layers_in_nested_lists": Edit(
+        (("nn.ModuleList(Block(config) for _ in range(config.n_layer))",
+          "nn.ModuleList(nn.ModuleList([Block(config)]) for _ in range(config.n_layer))"),
+         (LOOP, LOOP.replace("block(", "block[0]("))), changes_loss=False
     ),
     "initial_values_of_ones_own": Edit(
         (("        self.down_proj = nn.Linear(config.n_hidden, config.n_embd, bias=False)\n",
@@ -360,11 +391,11 @@ def traced(monkeypatch):
     code. The rest takes seconds per edit (test_model.py and test_gpu.py run it)."""
     compile = torch.compile
 
-    def trace(part, mode, dynamic):
+    def trace(part, mode):
         module = getattr(inspect.unwrap(part), "__self__", part)
         if type(module).__name__ == "LinearCrossEntropy":  # our code, and a third of the time
             return part
-        return compile(part, backend="eager", dynamic=dynamic)
+        return compile(part, backend="eager")
 
     monkeypatch.setattr(torch, "compile", trace)
     torch._dynamo.reset()
@@ -398,7 +429,8 @@ def test_an_edit_trains_resumes_samples_and_compiles(
     assert differs is edit.changes_loss
     saved = checkpoint.load(tmp_path / "muon" / "ckpt.pt")
     count = re.search(r"model ([\d,]+) parameters", shown).group(1)
-    shared = {tensor.data_ptr(): tensor.numel() for tensor in saved["model"].values()}
+    tensors = [value for value in saved["model"].values() if isinstance(value, torch.Tensor)]
+    shared = {tensor.data_ptr(): tensor.numel() for tensor in tensors}
     assert int(count.replace(",", "")) <= sum(shared.values())
     if edit.samples:
         shown = student(copy, "sample.py", f"--out_dir={tmp_path / 'muon'}", "--start=1",
@@ -540,18 +572,98 @@ def test_values_that_a_student_gives_survive(monkeypatch, tmp_path):
         in_block("self.table = nn.Parameter(torch.eye(4))"),
         in_block("self.register_buffer('own', torch.arange(3))"),
         in_block("self.zero = nn.Linear(4, 4); nn.init.zeros_(self.zero.weight)"),
+        in_block("self.data = nn.Linear(4, 4); self.data.weight.data.zero_()"),
+        in_block("self.own_weight = nn.Linear(64, 64)\n"
+                 "        weight = torch.empty(64, 64).uniform_(-1, 1)\n"
+                 "        self.own_weight.weight = nn.Parameter(weight)"),
+        in_block("self.padded = nn.Embedding(100, 64, padding_idx=3)"),
+        ("nn.ModuleList(Block(config) for _ in range(config.n_layer))",
+         "nn.ModuleList(copy.deepcopy(block) for block in [Block(config)] * config.n_layer)"),
+        ("import contextlib\n", "import contextlib\nimport copy\n"),
     ))  # fmt: skip
     copy = edited(edit, tmp_path / "copy")
     spec = importlib.util.spec_from_file_location("edited", copy / "model.py")
     module = importlib.util.module_from_spec(spec)
     monkeypatch.setitem(sys.modules, "edited", module)  # dataclass looks it up there
     spec.loader.exec_module(module)
-    config = module.GPTConfig(block_size=8, vocab_size=64, n_layer=1, n_head=2, n_embd=16)
+    config = module.GPTConfig(block_size=8, vocab_size=64, n_layer=2, n_head=2, n_embd=16)
     with torch.device("cpu"):
-        block = module.GPT(config).blocks[0]
+        block, other = module.GPT(config).blocks
     assert block.scale == 3.0 and torch.equal(block.table, torch.eye(4))
     assert (block.norm.weight == 1).all() and torch.equal(block.own, torch.arange(3))
-    assert not block.zero.weight.any() and block.mlp.up_proj.weight.std() < 0.03
+    assert not block.zero.weight.any() and not block.data.weight.any()
+    assert block.own_weight.weight.max() > 0.9
+    assert block.padded.weight.std() < 0.03 and not block.padded.weight[3].any()
+    assert block.mlp.up_proj.weight.std() < 0.03  # a copied block is drawn like any other
+    assert not torch.equal(block.mlp.up_proj.weight, other.mlp.up_proj.weight)
+    assert torch.nn.Linear.reset_parameters.__module__ == "torch.nn.modules.linear"
+
+
+def test_a_number_that_changes_in_every_step_is_compiled_twice(student, sums, tmp_path, traced):
+    """Without the fix: once in every step, which takes seconds."""
+    edit = Edit(
+        (in_block("self.heat = 1.0"),
+         (MLP_RESIDUAL, MLP_RESIDUAL.replace(")))", "))) * self.heat"))),
+        (("        loss = forward_backward(model, islice",
+          "        for block in raw_model.blocks:\n"
+          "            block.heat = 1.0 + 1.0 / (2 + iter_num)\n"
+          "        loss = forward_backward(model, islice"),),
+    )  # fmt: skip
+    copy, versions = edited(edit, tmp_path / "copy"), {}
+    for steps in (3, 8):
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        student(copy, "train.py", *SETTINGS, "--compile=True", f"--max_iters={steps}",
+                "--eval_interval=0", f"--dataset={sums}",
+                f"--out_dir={tmp_path / 'out'}")  # fmt: skip
+        versions[steps] = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    assert versions[3] == versions[8] == 3  # the block twice, the last norm once
+
+
+def test_the_trial_step_leaves_no_gradients(student, sums, tmp_path):
+    """Also if the optimizer has only some of the parameters, as with two optimizers."""
+    check = "assert all(p.grad is None for p in raw_model.parameters())\n"
+    steps = "micro_steps = sequences_per_iter // fit"
+    edit = Edit((), (
+        (OPTIMIZER, "opt = torch.optim.AdamW(p for p in raw_model.parameters() if p.dim() < 2)"),
+        (steps, check + steps),
+    ))  # fmt: skip
+    copy = edited(edit, tmp_path / "copy")
+    student(copy, "train.py", *SETTINGS, f"--dataset={sums}", f"--out_dir={tmp_path / 'out'}")
+    assert len(losses(tmp_path / "out")) == 3
+
+
+def test_another_optimizers_own_state_is_saved_and_loaded():
+    """Of a subclass with more keys, and of a class that only wraps an optimizer (Lookahead)."""
+
+    class Slow(torch.optim.SGD):
+        slow = 0
+
+        def state_dict(self):
+            return super().state_dict() | {"slow": self.slow}
+
+        def load_state_dict(self, state):
+            super().load_state_dict({k: v for k, v in state.items() if k != "slow"})
+            self.slow = state["slow"]
+
+    class Wrapper:
+        def __init__(self, optimizer):
+            self.optimizer, self.param_groups = optimizer, optimizer.param_groups
+            self.state_dict, self.load_state_dict = optimizer.state_dict, optimizer.load_state_dict
+
+    for wrap in (lambda optimizer: optimizer, Wrapper):
+        first, second = Slow([nn.Parameter(torch.ones(2))]), Slow([nn.Parameter(torch.ones(2))])
+        first.slow = 7
+        saved = checkpoint.as_saved({"optimizer": wrap(first)})["optimizer"]
+        load_state(wrap(second), saved)
+        assert second.slow == 7
+
+
+def test_complex_parameters_are_refused_by_name():
+    model = nn.ModuleDict({"layer": nn.ParameterList([nn.Parameter(torch.ones(2) * 1j)])})
+    rates = {"learning_rate": 1.0, "beta1": 0.9, "beta2": 0.9, "weight_decay": 0.0}
+    with pytest.raises(ValueError, match="cannot train complex parameters: layer.0; use"):
+        build_optimizer(model, rates | {"optimizer": "adamw"})
 
 
 def test_a_new_setting_is_one_line(student, sums, tmp_path):
