@@ -159,8 +159,9 @@ def cache_is_exact(model: GPT, vocab_size: int, length: int) -> bool:
         cache = KVCache(model.config, 1, T, weight.device, weight.dtype)
         model(tokens[:, :-1], cache=cache)
         cached, whole = model(tokens[:, -1:], cache=cache)[0, -1], model(tokens)[0, -1]
-    tolerance = 1e-3 if weight.dtype == torch.float32 else 0.1
-    return bool((cached - whole).abs().max() <= tolerance * whole.std() + 1e-6)
+    difference = (cached - whole).float().square().mean().sqrt()
+    tolerance = 1e-3 if weight.dtype == torch.float32 else 0.05  # rounding: up to 0.025
+    return bool(difference <= tolerance * whole.float().std() + 1e-6)
 
 
 def draw(
