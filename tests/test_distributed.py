@@ -150,6 +150,13 @@ def test_f21_f23_f26_the_loss_curve_does_not_depend_on_the_processes(
     assert "val loss" in first and not any("loss" in shown for shown in others)
 
 
+def test_fsdp_samples_in_bfloat16(launch, tmp_path):
+    """The model computes in bfloat16, but its sharded weights are in float32."""
+    first, _ = launch(2, tmp_path, "--parallel=fsdp", "--dtype=bfloat16", "--sample_interval=1",
+                      "--max_iters=2", "--eval_interval=0")  # fmt: skip
+    assert first.count("sample:") == 2 and "KV cache" not in first
+
+
 @pytest.mark.parametrize(("processes", "engine"), [(2, "fsdp"), (4, "ddp")])
 def test_f54_muon_makes_whole_matrices_orthogonal_however_they_are_divided(
     launch, muon_alone, tmp_path, processes, engine

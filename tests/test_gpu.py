@@ -226,6 +226,7 @@ def test_f12_every_combination_trains_like_the_eager_float32_reference(matrix, r
 def test_f03_f04_graphs_are_recorded_once_and_only_where_asked(matrix, cell):
     found = matrix[cell]
     assert found["skips"] == 0
+    assert "a KV cache changes" not in found["shown"]  # rounding is larger than on a CPU
     said = re.search(r"^CUDA graphs: none skipped$", found["shown"], re.MULTILINE)
     assert bool(said) is (cell[0] in compiling.GRAPH_MODES)
     if cell[0] in compiling.GRAPH_MODES:
