@@ -50,9 +50,8 @@ dtype = hardware.choose_dtype(dtype, device)
 path = checkpoint.find(Path(out_dir), ckpt)
 saved = checkpoint.load(path)
 model = checkpoint.build(GPT, GPTConfig, saved, path)
-model = model.to(device).eval()
-# .to(dtype) would drop the imaginary part of complex buffers
-model._apply(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)
+# model.to(device, dtype) would drop the imaginary part of complex buffers
+model._apply(lambda t: t.to(device, dtype if t.is_floating_point() else t.dtype)).eval()
 hardware.use_onednn(device, dtype, model.config.n_embd, model.config.block_size)
 tokenizer = checkpoint.tokenizer_of(saved, path)
 
