@@ -66,7 +66,7 @@ class GPTConfig:
         if self.n_embd % self.n_head and not self.head_dim:
             raise UserError(
                 f"n_embd={self.n_embd} is not divisible by n_head={self.n_head}: "
-                f"use n_embd={math.ceil(self.n_embd / self.n_head) * self.n_head}"
+                f"use n_embd={math.ceil(self.n_embd / self.n_head / 2) * self.n_head * 2}"
             )
         self.head_dim = self.head_dim or self.n_embd // self.n_head
         if self.n_head % self.n_kv_head:
@@ -198,11 +198,11 @@ class Block(nn.Module):
         return x + self.dropout(self.mlp(self.mlp_norm(x)))
 
 
-def fingerprint(weight: Tensor) -> tuple | int:
+def fingerprint(weight: Tensor) -> tuple:
     """Identifies a weight's values; on the meta device, which has none, the weight itself."""
     if weight.is_meta:
-        return id(weight)
-    return tuple(weight.shape), weight.detach().sum(dtype=torch.float64).item()
+        return id(weight), weight._version  # the version counts changes in place
+    return weight.shape, weight.detach().sum(dtype=torch.float32).item()
 
 
 @contextlib.contextmanager
@@ -232,7 +232,7 @@ class GPT(nn.Module):
         super().__init__()
         self.config = config
         random_state = torch.get_rng_state()
-        with torchs_initial_weights() as self.unset:
+        with torchs_initial_weights() as self.unset:  # init_weights draws layers made in here
             self.token_embedding = nn.Embedding(config.vocab_size, config.n_embd)
             self.dropout = nn.Dropout(config.dropout)
             self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layer))
@@ -267,7 +267,6 @@ class GPT(nn.Module):
             # one generator per matrix: its values must not depend on the sizes of the others
             seed = int(torch.randint(2**63 - 1, (), device="cpu"))
             self.draws[f"{name}.weight"] = std, seed
-            self.unset.discard(id(layer.weight))
             self.draw(f"{name}.weight")
 
     def draw(self, name: str) -> None:

@@ -198,7 +198,7 @@ def trial(micro_batch_size: int) -> torch.nn.Module:
     model = compiling.compile_model(raw_model, plan, process.shards_model, activation_checkpointing)
     tokens = torch.zeros(micro_batch_size, block_size, dtype=torch.int64, device=process.device)
     targets = torch.zeros_like(tokens)  # not `tokens`: compiled code would assume both are the same
-    before = {name: buffer.clone() for name, buffer in raw_model.named_buffers()}
+    before = {name: buffer.detach().clone() for name, buffer in raw_model.named_buffers()}
     micro_steps = sequences_per_iter // process.world_size // micro_batch_size
     # with CUDA graphs: warm up, record, replay; else: create .grad, add to it
     runs = 0 if eval_only else 3 if plan.cuda_graphs else min(2, micro_steps)
@@ -210,8 +210,10 @@ def trial(micro_batch_size: int) -> torch.nn.Module:
         for holder in (opt, raw_model):  # an edited opt may not have all parameters
             holder.zero_grad(set_to_none=not plan.cuda_graphs)
         for name, buffer in raw_model.named_buffers():  # undo updates
-            if name in before and not torch.equal(buffer, before[name]):
-                buffer.resize_(before[name].shape).copy_(before[name])
+            if name in before and buffer.shape != before[name].shape:
+                buffer.data = before[name]
+            elif name in before and not torch.equal(buffer, before[name]):
+                buffer.detach().copy_(before[name])
     return model
 
 

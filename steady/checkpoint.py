@@ -576,7 +576,8 @@ def load_weights(model: nn.Module, weights: dict[str, Tensor], path: Path) -> No
     UserError if they are another model's or not finite."""
     check_weights(weights, model, f"{path} does not fit its own model_config in")
     own, state = {}, model.state_dict()
-    tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
+    extra = "_extra_state"  # torch's key for the result of a module's get_extra_state
+    tensors = {name: value for name, value in state.items() if not name.endswith(extra)}
     model.load_state_dict({n: weights[n] for n in state.keys() - tensors.keys()}, strict=False)
     for name, tensor in tensors.items():
         own[name] = distributed.local_shards([tensor])[0]

@@ -351,8 +351,13 @@ def sum_gradients(process: Process, model: nn.Module) -> None:
         return
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
-            if name not in module._non_persistent_buffers_set:  # model.py has only such buffers
-                dist.broadcast(buffer, 0)
+            saved = name not in module._non_persistent_buffers_set  # model.py has no such buffer
+            if saved and buffer.layout == torch.strided and buffer.numel():
+                sent = buffer.contiguous().flatten().view(torch.uint8)  # any strides, any dtype
+                dist.broadcast(sent, 0)
+                received = sent.view(buffer.dtype).view(buffer.shape)
+                if sent.data_ptr() != buffer.data_ptr() and not torch.equal(received, buffer):
+                    buffer.detach().copy_(received)
     if not process.sums_gradients:
         return
     parameters = [p for p in model.parameters() if p.requires_grad]

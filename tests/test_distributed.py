@@ -336,11 +336,21 @@ def test_f12_f59_gradients_are_exchanged_as_one_flat_tensor_and_stay_in_place(mo
 
 def test_f59_all_processes_get_the_first_ones_buffers(monkeypatch):
     sent = []
-    monkeypatch.setattr(distributed.dist, "broadcast", lambda buffer, source: sent.append(buffer))
+
+    def receive(buffer, source):
+        sent.append(buffer.fill_(0))
+
+    monkeypatch.setattr(distributed.dist, "broadcast", receive)
     model = torch.nn.Sequential(torch.nn.BatchNorm1d(3))
+    model[0].running_mean = torch.ones(6)[::2]  # not dense
+    model.register_buffer("short", torch.ones(2, dtype=torch.int16))  # gloo cannot send this dtype
+    model.register_buffer("expanded", torch.zeros(1).expand(3))
     model.register_buffer("table", torch.ones(2), persistent=False)
     sum_gradients(Process(0, 0, 2, "fsdp"), model)
-    assert len(sent) == 3 and sent[0] is model[0].running_mean
+    assert len(sent) == 5 and all(buffer.dtype == torch.uint8 for buffer in sent)
+    received = {name for name, buffer in model.named_buffers() if not buffer.any()}
+    running = {f"0.{name}" for name in ("running_mean", "running_var", "num_batches_tracked")}
+    assert received == running | {"short", "expanded"}
 
 
 def test_f59_a_step_in_which_no_process_has_a_gradient_changes_nothing(monkeypatch):

@@ -202,6 +202,12 @@ EDITS = {
                 "            y = F.scaled_dot_product_attention(q, k, v, enable_gqa=True,"
                 " attn_mask=self.mask[:T, :T].to(q.dtype))\n"),), changes_loss=False
     ),
+    "a_buffer_with_a_gradient": Edit(
+        (in_block("self.register_buffer('mean', torch.zeros(()))"),
+         (MLP_RESIDUAL, MLP_RESIDUAL.replace("return x", "x = x") + "\n"
+                        "        self.mean = x.float().mean()\n        return x")),
+        changes_loss=False
+    ),
     "more_state_than_tensors": Edit(
         ((MLP_LINE, MLP_LINE + "\n\n"
           "    def get_extra_state(self):\n        return {'version': 3}\n\n"
@@ -573,6 +579,7 @@ def test_values_that_a_student_gives_survive(monkeypatch, tmp_path):
         in_block("self.register_buffer('own', torch.arange(3))"),
         in_block("self.zero = nn.Linear(4, 4); nn.init.zeros_(self.zero.weight)"),
         in_block("self.data = nn.Linear(4, 4); self.data.weight.data.zero_()"),
+        in_block("self.again = nn.Embedding(100, 64); nn.init.normal_(self.again.weight)"),
         in_block("self.own_weight = nn.Linear(64, 64)\n"
                  "        weight = torch.empty(64, 64).uniform_(-1, 1)\n"
                  "        self.own_weight.weight = nn.Parameter(weight)"),
@@ -592,7 +599,10 @@ def test_values_that_a_student_gives_survive(monkeypatch, tmp_path):
     assert block.scale == 3.0 and torch.equal(block.table, torch.eye(4))
     assert (block.norm.weight == 1).all() and torch.equal(block.own, torch.arange(3))
     assert not block.zero.weight.any() and not block.data.weight.any()
-    assert block.own_weight.weight.max() > 0.9
+    assert block.own_weight.weight.max() > 0.9 and block.again.weight.std() > 0.9
+    with torch.device("meta"):  # fsdp
+        draws = module.GPT(config).draws
+    assert not any("again" in name for name in draws) and "blocks.0.mlp.up_proj.weight" not in draws
     assert block.padded.weight.std() < 0.03 and not block.padded.weight[3].any()
     assert block.mlp.up_proj.weight.std() < 0.03  # a copied block is drawn like any other
     assert not torch.equal(block.mlp.up_proj.weight, other.mlp.up_proj.weight)
