@@ -14,6 +14,7 @@ if __name__ == "__main__":
     steady.start_script()  # before torch is imported
 
 import json
+import math
 import os
 import re
 import secrets
@@ -22,6 +23,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
+from torch.nn import functional as F
 
 from configurator import configure
 from model import GPT, GPTConfig
@@ -268,6 +271,58 @@ def holds_another_model(folder: Path) -> bool:
         return True
 
 
+@torch.no_grad()
+def require_llama(model: GPT, path: Path) -> None:
+    """Raises UserError if an edited `model` computes something else than transformers' Llama or
+    Qwen3 would with the same weights."""
+    config = model.config
+    T = min(config.block_size, 256)
+    tokens = torch.arange(T) * 7919 % config.vocab_size  # (T,)
+    found = model.eval()(tokens[None])[0]  # (T, V)
+    try:
+        difference = (found - llama_logits(model.state_dict(), config, tokens)).square().mean()
+    except (KeyError, RuntimeError):  # it lacks a weight, or has one of another shape
+        difference = torch.tensor(math.inf)
+    if not difference.sqrt() <= 1e-3 * found.std() + 1e-6:
+        raise UserError(
+            f"{path} cannot be exported: its model.py computes something else than a Llama or "
+            "Qwen3 does, so transformers would give other outputs"
+        )
+
+
+def llama_logits(weights: dict[str, Tensor], config: GPTConfig, tokens: Tensor) -> Tensor:
+    """The logits (T, V) that transformers' Llama or Qwen3 computes for `tokens` (T,). Does not use
+    model.py, which may be edited."""
+    D = config.head_dim
+    rates = config.rope_theta ** (-torch.arange(0, D, 2) / D)
+    turns = torch.polar(torch.ones(()), torch.arange(len(tokens))[:, None, None] * rates)
+
+    def norm(x: Tensor, name: str) -> Tensor:
+        return F.rms_norm(x, x.shape[-1:], weights[f"{name}.weight"], config.norm_eps)
+
+    def linear(x: Tensor, name: str) -> Tensor:
+        return F.linear(x, weights[f"{name}.weight"])
+
+    def rotate(x: Tensor) -> Tensor:  # (T, heads, D)
+        y = torch.complex(*x.chunk(2, dim=-1)) * turns
+        return torch.cat((y.real, y.imag), dim=-1)
+
+    x = weights["token_embedding.weight"][tokens]  # (T, C)
+    for block in (f"blocks.{i}" for i in range(config.n_layer)):
+        y, attention, mlp = norm(x, f"{block}.attention_norm"), f"{block}.attention", f"{block}.mlp"
+        q, k, v = (linear(y, f"{attention}.{n}_proj").unflatten(-1, (-1, D)) for n in "qkv")
+        if config.qk_norm:
+            q, k = norm(q, f"{attention}.q_norm"), norm(k, f"{attention}.k_norm")
+        q, k, v = (y.transpose(0, 1) for y in (rotate(q), rotate(k), v))  # (heads, T, D)
+        k, v = (y.repeat_interleave(config.n_head // config.n_kv_head, dim=0) for y in (k, v))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + linear(y.transpose(0, 1).flatten(1), f"{attention}.o_proj")
+        y = norm(x, f"{block}.mlp_norm")
+        y = F.silu(linear(y, f"{mlp}.gate_proj")) * linear(y, f"{mlp}.up_proj")
+        x = x + linear(y, f"{mlp}.down_proj")
+    return linear(norm(x, "final_norm"), "lm_head")
+
+
 def write_pretrained(saved: dict[str, Any], folder: Path, dtype: torch.dtype) -> None:
     """Write a checkpoint's model and tokenizer for transformers, as a Llama or (with QK-norm) as a
     Qwen3."""
@@ -356,12 +411,7 @@ if __name__ == "__main__":
         raise UserError(f"--to={to} is the run's own folder: name another")
     path = checkpoint.find(Path(out_dir), ckpt)
     saved = checkpoint.load(path)
-    with torch.device("meta"):
-        expected = GPT(checkpoint.architecture(saved, GPTConfig, path))
-    checkpoint.check_weights(
-        saved["model"], expected, f"{path} does not fit its own model_config in"
-    )
-    checkpoint.check_finite(saved["model"], path)
+    require_llama(checkpoint.build(GPT, GPTConfig, saved, path), path)
     checkpoint.tokenizer_of(saved, path)
     if dtype == "auto":
         dtype = (saved.get("pretrained") or {}).get("dtype", "float32")

@@ -630,6 +630,21 @@ def test_a_number_that_changes_in_every_step_is_compiled_twice(student, sums, tm
     assert versions[3] == versions[8] == 3  # the block twice, the last norm once
 
 
+@pytest.mark.parametrize("name", ["gelu_with_biases", "1. Another MLP: ReLU squared", ""])
+def test_only_what_transformers_computes_is_exported(student, sums, tmp_path, name):
+    """Without the fix an edited model is exported as a Llama without a word."""
+    copy = edited(EDITS[name] if name else Edit(), tmp_path / "copy")
+    out = f"--out_dir={tmp_path / 'out'}"
+    student(copy, "train.py", *SETTINGS, f"--dataset={sums}", out)
+    export = [copy, "convert.py", out, f"--to={tmp_path / 'exported'}"]
+    if not name:
+        assert "wrote" in student(*export)
+        return
+    with pytest.raises(ValueError, match="computes something else than a Llama"):
+        student(*export)
+    assert not (tmp_path / "exported").exists()
+
+
 def test_the_trial_step_leaves_no_gradients(student, sums, tmp_path):
     """Also if the optimizer has only some of the parameters, as with two optimizers."""
     check = "assert all(p.grad is None for p in raw_model.parameters())\n"
