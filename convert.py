@@ -14,7 +14,6 @@ if __name__ == "__main__":
     steady.start_script()  # before torch is imported
 
 import json
-import math
 import os
 import re
 import secrets
@@ -32,6 +31,7 @@ from steady import UserError, checkpoint
 from steady.checkpoint import Start
 from steady.dataloader import DataSet
 from steady.folder import atomic_write, require_file
+from steady.generate import same_logits
 from steady.hardware import choose_dtype
 from steady.tokenizer import (
     TEMPLATES,
@@ -280,10 +280,10 @@ def require_llama(model: GPT, path: Path) -> None:
     tokens = torch.arange(T) * 7919 % config.vocab_size  # (T,)
     found = model.eval()(tokens[None])[0]  # (T, V)
     try:
-        difference = (found - llama_logits(model.state_dict(), config, tokens)).square().mean()
+        same = same_logits(llama_logits(model.state_dict(), config, tokens), found, 1e-3)
     except (KeyError, RuntimeError):  # it lacks a weight, or has one of another shape
-        difference = torch.tensor(math.inf)
-    if not difference.sqrt() <= 1e-3 * found.std() + 1e-6:
+        same = False
+    if not same:
         raise UserError(
             f"{path} cannot be exported: its model.py computes something else than a Llama or "
             "Qwen3 does, so transformers would give other outputs"

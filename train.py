@@ -92,7 +92,7 @@ config = configure(globals())
 
 # -----------------------------------------------------------------------------
 # this process: rank, device, dtype, how to compile
-# n_embd: what dtype=auto means on a CPU depends on it
+# n_embd decides a CPU's dtype if dtype=auto
 process = distributed.this_process(parallel, device, dtype, n_embd)
 plan = compiling.plan(compile, compile_mode, process.device)
 distributed.start(process, config, plan.cuda_graphs)
@@ -210,10 +210,11 @@ def trial(micro_batch_size: int) -> torch.nn.Module:
         for holder in (opt, raw_model):  # an edited opt may not have all parameters
             holder.zero_grad(set_to_none=not plan.cuda_graphs)
         for name, buffer in raw_model.named_buffers():  # undo updates
-            if name in before and buffer.shape != before[name].shape:
-                buffer.data = before[name]
-            elif name in before and not torch.equal(buffer, before[name]):
-                buffer.detach().copy_(before[name])
+            old = before.get(name, buffer)  # a buffer that the step created stays
+            if buffer.shape != old.shape:
+                buffer.data = old
+            elif not torch.equal(buffer, old):
+                buffer.detach().copy_(old)
     return model
 
 

@@ -137,8 +137,8 @@ def compile_model(
 
 
 def allow_dynamic(plan: Plan) -> None:
-    """Call after the trial step. What varies from now on (a number that decays, the tokens of an
-    expert) is compiled once for all values, not once for each. A CUDA graph has only one shape."""
+    """Call after the trial step. Sizes and numbers that vary from now on (an expert's tokens, a
+    number that decays) are compiled once for all values. A CUDA graph has only one shape."""
     torch._dynamo.config.automatic_dynamic_shapes = not plan.cuda_graphs
 
 

@@ -339,6 +339,17 @@ def any_process(flag: bool) -> bool:
     return all_reduce_min(0.0 if flag else 1.0) == 0.0
 
 
+def broadcast_buffer(buffer: Tensor) -> None:
+    """Give all processes rank 0's values of a dense buffer, of any dtype and strides."""
+    if buffer.layout != torch.strided or not buffer.numel():
+        return
+    sent = buffer.contiguous().flatten().view(torch.uint8)
+    dist.broadcast(sent, 0)
+    received = sent.view(buffer.dtype).view(buffer.shape)
+    if sent.data_ptr() != buffer.data_ptr() and not torch.equal(received, buffer):
+        buffer.detach().copy_(received)
+
+
 @torch.no_grad()
 def sum_gradients(process: Process, model: nn.Module) -> None:
     """With ddp, replace the gradients by their sums over all processes, in one all-reduce. They
@@ -351,13 +362,8 @@ def sum_gradients(process: Process, model: nn.Module) -> None:
         return
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
-            saved = name not in module._non_persistent_buffers_set  # model.py has no such buffer
-            if saved and buffer.layout == torch.strided and buffer.numel():
-                sent = buffer.contiguous().flatten().view(torch.uint8)  # any strides, any dtype
-                dist.broadcast(sent, 0)
-                received = sent.view(buffer.dtype).view(buffer.shape)
-                if sent.data_ptr() != buffer.data_ptr() and not torch.equal(received, buffer):
-                    buffer.detach().copy_(received)
+            if name not in module._non_persistent_buffers_set:  # model.py has only such buffers
+                broadcast_buffer(buffer)
     if not process.sums_gradients:
         return
     parameters = [p for p in model.parameters() if p.requires_grad]
