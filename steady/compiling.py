@@ -5,6 +5,7 @@ import os
 import platform
 import traceback
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 import torch._functorch.config as functorch_config
@@ -17,8 +18,12 @@ from steady.environment import (
     expandable_segments,
     provide_libcuda,
 )
+from steady.float8 import Float8Linear
 from steady.kernels import kernels_work
 from steady.recompute import repeated_blocks
+
+if TYPE_CHECKING:
+    from torch._inductor.custom_graph_pass import CustomGraphPass
 
 GRAPH_MODES = ("reduce-overhead", "max-autotune")  # compile modes that record CUDA graphs
 SKIPS_LOG = "torch._inductor.cudagraph_utils.__cudagraphs"
@@ -120,10 +125,13 @@ def compile_model(
     torch._dynamo.config.recompile_limit = limit = 16 + 2 * len(parts)
     torch._dynamo.config.accumulated_recompile_limit = 16 * limit
     torch._dynamo.config.automatic_dynamic_shapes = False  # until `allow_dynamic`
-    if sharded:  # without activation checkpointing, recompute only the cheapest operations
-        functorch_config.activation_memory_budget = 0.9 if checkpointing == "none" else 1.0
+    if sharded:  # recompute the cheapest operations; in FP8 the host is too slow to launch them
+        in_float8 = any(isinstance(module, Float8Linear) for module in model.modules())
+        recompute = checkpointing == "none" and not in_float8
+        functorch_config.activation_memory_budget = 0.9 if recompute else 1.0
     from torch._dynamo.external_utils import wrap_inline  # takes seconds to import
 
+    torch._inductor.config.post_grad_custom_post_pass = float32_gradients()
     options = {"mode": plan.mode}
     if plan.cuda_graphs or not parts:
         return torch.compile(model, **options)
@@ -134,6 +142,39 @@ def compile_model(
             # without wrap_inline torch does not compile its own layers, such as nn.Embedding
             part._compiled_call_impl = torch.compile(wrap_inline(part._call_impl), **options)
     return model
+
+
+def float32_gradients() -> "CustomGraphPass":
+    """A pass for torch's compiler: matrix products on a GPU write the gradients of float32 weights
+    in float32. Autocast rounds them to bfloat16 and needs another kernel to cast them back: 1% of
+    a step, 4% with eight small micro-batches."""
+    from torch._inductor.custom_graph_pass import CustomGraphPass  # takes seconds to import
+
+    mm, to_dtype = torch.ops.aten.mm, torch.ops.prims.convert_element_type.default
+
+    class Float32Gradients(CustomGraphPass):
+        def __call__(self, graph: torch.fx.Graph) -> None:
+            for cast in graph.find_nodes(op="call_function", target=to_dtype):
+                product, dtype = cast.args
+                if (
+                    product.target == mm.default
+                    and dtype == torch.float32
+                    and product.meta["val"].dtype in (torch.bfloat16, torch.float16)
+                    and product.meta["val"].is_cuda
+                    and len(product.users) == 1
+                    and all(user.op == "output" for user in cast.users)
+                ):
+                    with graph.inserting_before(product):
+                        direct = graph.call_function(mm.dtype, (*product.args, dtype))
+                    direct.meta = cast.meta
+                    cast.replace_all_uses_with(direct)
+                    graph.erase_node(cast)
+                    graph.erase_node(product)
+
+        def uuid(self) -> str:
+            return "steadyGPT 1"  # part of the key of torch's cache; a changed pass needs a new one
+
+    return Float32Gradients()
 
 
 def allow_dynamic(plan: Plan) -> None:

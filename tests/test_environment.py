@@ -13,12 +13,16 @@ import numpy as np
 import pytest
 import torch
 from conftest import ROOT
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils import _pytree as pytree
 
 from configurator import CHOICES
 from model import GPT, GPTConfig
 from steady import compiling, environment, kernels
 from steady.compiling import Plan
 from steady.distributed import Process
+from steady.float8 import replace_layers
 from steady.generate import sample_while_training
 from steady.recompute import use_activation_checkpointing
 from steady.tokenizer import CharTokenizer
@@ -254,6 +258,36 @@ def test_compiled_code_on_a_cpu_adds_the_embeddings_gradients_in_one_order():
     assert model.blocks[0]._compiled_call_impl and model.final_norm._compiled_call_impl
 
 
+@pytest.mark.parametrize(
+    ("device", "function", "expected"),
+    [
+        ("cuda", lambda x, w: (x.T @ w).float(), "direct"),
+        ("cpu", lambda x, w: (x.T @ w).float(), "cast"),  # has no such product
+        ("cuda", lambda x, w: (x.T @ w).float() + 1.0, "cast"),  # would move more bytes
+        ("cuda", lambda x, w: ((x.T @ w).float(), (x.T @ w).float()), "direct"),
+        ("cuda", lambda x, w: (lambda y: (y.float(), y))(x.T @ w), "cast"),
+        ("cuda", lambda x, w: (x.double().T @ w.double()).float(), "cast"),
+    ],
+)
+def test_matrix_products_write_gradients_in_float32(device, function, expected):
+    with FakeTensorMode():
+        x, w = (torch.empty(8, n, device=device, dtype=torch.bfloat16) for n in (4, 16))
+        traced = make_fx(function, {torch.ops.aten._to_copy.default: to_copy})(x, w)
+        before = [y.dtype for y in pytree.tree_leaves(traced(x, w))]
+        compiling.float32_gradients()(traced.graph)
+        traced.recompile()
+        assert [y.dtype for y in pytree.tree_leaves(traced(x, w))] == before
+    traced.graph.lint()
+    products = {node.target for node in traced.graph.nodes if "mm" in str(node.target)}
+    mm = torch.ops.aten.mm
+    assert products == {mm.dtype if expected == "direct" else mm.default}
+
+
+def to_copy(x, *, dtype):
+    """The decomposition of a cast that torch's compiler uses."""
+    return torch.ops.prims.convert_element_type(x, dtype)
+
+
 def test_layers_of_torchs_own_are_compiled_too(graphs, monkeypatch):
     """`nn.Embedding.compile()` has no effect. (On a GPU the embedding is one of the parts.)"""
     monkeypatch.setattr(compiling, "compiled_parts", lambda model: [model.token_embedding])
@@ -283,6 +317,19 @@ def test_f53_code_for_one_part_serves_all(graphs, way, pieces, kind):
     tokens = torch.zeros(2, 8, dtype=torch.int64)
     function(tokens, tokens.clone()).backward()
     assert len(graphs) == pieces
+
+
+@pytest.mark.parametrize(("in_float8", "budget"), [(False, 0.9), (True, 1.0)])
+def test_fsdp_recomputes_nothing_in_fp8(monkeypatch, in_float8, budget):
+    """Recomputing takes so many small FP8 kernels that the host cannot keep up: 1.5B on four H100s
+    trained at 0.71 of one GPU's rate each."""
+    functorch_config = torch._functorch.config
+    monkeypatch.setattr(functorch_config, "activation_memory_budget", 0.5)
+    model = GPT(GPTConfig(block_size=8, vocab_size=64, n_layer=2, n_head=2, n_embd=32))
+    if in_float8:
+        assert replace_layers(model)
+    compiling.compile_model(model, Plan(None, "default", False), sharded=True)
+    assert functorch_config.activation_memory_budget == budget
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="torch only runs compiler tests on x86")

@@ -306,6 +306,28 @@ def test_f12_dropout_that_is_recomputed_is_the_same(kind, mode, monkeypatch):
     assert right is (kind != "naive")
 
 
+@pytest.mark.parametrize("mode", ["off", "default", "reduce-overhead"])
+def test_compiled_gradients_are_not_rounded_to_bfloat16(mode):
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(block_size=128, vocab_size=512, n_layer=2, n_head=4, n_embd=128)).cuda()
+    tokens, targets = torch.randint(512, (2, 8, 128), device="cuda")
+    model(tokens, targets).backward()
+    exact = {name: p.grad.clone() for name, p in model.named_parameters()}
+    plan = compiling.plan(mode != "off", mode, torch.device("cuda"))
+    function = compiling.compile_model(model, plan)
+    for _ in range(3):  # a graph's warm-up, recording, replay
+        model.zero_grad()
+        torch.compiler.cudagraph_mark_step_begin()
+        with torch.autocast("cuda", torch.bfloat16):
+            function(tokens, targets).backward()
+    for name, p in model.blocks.named_parameters(prefix="blocks"):
+        assert (p.grad - exact[name]).norm() < 0.05 * exact[name].norm()
+        if p.dim() == 2:
+            rounded = (p.grad == p.grad.bfloat16()).float().mean()
+            assert rounded == 1 if mode == "off" else rounded < 0.1
+
+
 # ---- F01, F02: tensors that a replay overwrites ------------------------------------------------
 
 
