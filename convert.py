@@ -1,4 +1,4 @@
-"""Import and export Hugging Face checkpoints of the Llama family.
+"""Convert from and to Hugging Face checkpoints of the Llama family.
 
     python train.py config/finetune_shakespeare.py --init_from=FOLDER_OR_HUB_ID
     python convert.py --out_dir=out-stdlib-char --to=exported

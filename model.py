@@ -199,7 +199,7 @@ class Block(nn.Module):
 
 
 def fingerprint(weight: Tensor) -> tuple:
-    """Identifies a weight's values; on the meta device, which has none, the weight itself."""
+    """Identify a weight by its values or, on the meta device, which has no values, by its id."""
     if weight.is_meta:
         return id(weight), weight._version  # the version counts changes in place
     return weight.shape, weight.detach().sum(dtype=torch.float32).item()
@@ -207,8 +207,8 @@ def fingerprint(weight: Tensor) -> tuple:
 
 @contextlib.contextmanager
 def torchs_initial_weights() -> Iterator[set]:
-    """Collect the fingerprints of the weights that nn.Linear and nn.Embedding draw meanwhile. A
-    weight whose fingerprint is not among them later was set by you."""
+    """Collect the fingerprints of the weights that torch gives to every nn.Linear and nn.Embedding
+    created inside the `with` block. A weight with another fingerprint later was set by you."""
     found: set = set()
     resets = {kind: kind.reset_parameters for kind in (nn.Linear, nn.Embedding)}
 
@@ -232,7 +232,7 @@ class GPT(nn.Module):
         super().__init__()
         self.config = config
         random_state = torch.get_rng_state()
-        with torchs_initial_weights() as self.unset:  # init_weights draws layers made in here
+        with torchs_initial_weights() as self.unset:  # init_weights replaces torch's
             self.token_embedding = nn.Embedding(config.vocab_size, config.n_embd)
             self.dropout = nn.Dropout(config.dropout)
             self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layer))

@@ -96,7 +96,7 @@ config = configure(globals())
 process = distributed.this_process(parallel, device, dtype, n_embd)
 plan = compiling.plan(compile, compile_mode, process.device)
 distributed.start(process, config, plan.cuda_graphs)
-out_path = Path(config["out_dir"])  # now rank 0's on every rank
+out_path = Path(config["out_dir"])  # rank 0's folder, by start()
 ckpt_path, best_path = out_path / "ckpt.pt", out_path / "best.pt"
 autocast = process.autocast()
 torch.manual_seed(seed)  # the same on every rank: initial weights are not broadcast
@@ -143,7 +143,7 @@ if not eval_only:
 parameters = [p for p in raw_model.parameters() if p.requires_grad]
 static_gradients = optim.StaticGradients(parameters, plan.cuda_graphs)  # keeps .grad in one place
 
-# sequences per iteration, and per evaluated file; smaller micro-batches change neither
+# sequences per iteration, and in an evaluation of a file; smaller micro-batches change neither
 sequences_per_iter = batch_size * gradient_accumulation_steps
 eval_sequences = eval_iters * batch_size
 iter_num, best_val_loss = start.iter_num, start.best_val_loss
@@ -170,7 +170,7 @@ def forward_backward(model: torch.nn.Module, micro_batches: Iterable) -> torch.T
     loss = torch.zeros((), device=process.device)  # a tensor that no CUDA graph overwrites
     for tokens, targets in micro_batches:
         if plan.cuda_graphs:
-            torch.compiler.cudagraph_mark_step_begin()  # may overwrite the last output
+            torch.compiler.cudagraph_mark_step_begin()  # graphs may reuse their memory
         with autocast:
             micro_loss = model(tokens, targets) * (len(tokens) / sequences_per_iter)
         scaler.scale(micro_loss).backward()

@@ -51,7 +51,7 @@ def read_meta(folder: Path) -> dict[str, Any]:
         raise UserError(
             f"no data set at {folder} (train.bin is missing): "
             + (f"run python {shlex.quote(str(prepare))}" if prepare.exists() else
-               "see data/ for the available ones, or make one from your own text with "
+               "the first lines of its config show how to make it; for your own text, run "
                "python data/text/prepare.py --input=FILE")
         )  # fmt: skip
     path = folder / "meta.json"

@@ -367,9 +367,12 @@ def complete(folder: Path, tokenizer: Tokenizer, done: dict[str, Any]) -> None:
     for split in SPLITS:
         print(f"{folder / split}.bin: {tokens[split]:,} tokens{replaced}")
     name = folder.name if folder.resolve().parent.name == "data" else folder
+    config = "train_gpt2_muon"
+    if tokenizer.vocab_size < 1024:
+        config = "train_shakespeare_char" + ("" if shutil.which("nvidia-smi") else "_cpu")
     print(
-        f"vocabulary size {tokenizer.vocab_size:,}; train on it with: "
-        f"python train.py --dataset={shlex.quote(str(name))} --out_dir=out-{folder.name}"
+        f"vocabulary size {tokenizer.vocab_size:,}; train on it with: python train.py "
+        f"config/{config}.py --dataset={shlex.quote(str(name))} --out_dir=out-{folder.name}"
     )
 
 
