@@ -208,7 +208,7 @@ def fingerprint(weight: Tensor) -> tuple:
 @contextlib.contextmanager
 def torchs_initial_weights() -> Iterator[set]:
     """Collect the fingerprints of the weights that torch gives to every nn.Linear and nn.Embedding
-    created inside the `with` block. A weight with another fingerprint later was set by you."""
+    created inside the `with` block. If a weight's fingerprint differs later, you set it."""
     found: set = set()
     resets = {kind: kind.reset_parameters for kind in (nn.Linear, nn.Embedding)}
 
@@ -232,7 +232,7 @@ class GPT(nn.Module):
         super().__init__()
         self.config = config
         random_state = torch.get_rng_state()
-        with torchs_initial_weights() as self.unset:  # init_weights replaces torch's
+        with torchs_initial_weights() as self.unset:  # init_weights redraws these
             self.token_embedding = nn.Embedding(config.vocab_size, config.n_embd)
             self.dropout = nn.Dropout(config.dropout)
             self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layer))

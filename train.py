@@ -92,11 +92,11 @@ config = configure(globals())
 
 # -----------------------------------------------------------------------------
 # this process: rank, device, dtype, how to compile
-# n_embd decides a CPU's dtype if dtype=auto
+# on a CPU, dtype=auto depends on n_embd
 process = distributed.this_process(parallel, device, dtype, n_embd)
 plan = compiling.plan(compile, compile_mode, process.device)
 distributed.start(process, config, plan.cuda_graphs)
-out_path = Path(config["out_dir"])  # rank 0's folder, by start()
+out_path = Path(config["out_dir"])  # start() set it to rank 0's
 ckpt_path, best_path = out_path / "ckpt.pt", out_path / "best.pt"
 autocast = process.autocast()
 torch.manual_seed(seed)  # the same on every rank: initial weights are not broadcast
@@ -143,7 +143,7 @@ if not eval_only:
 parameters = [p for p in raw_model.parameters() if p.requires_grad]
 static_gradients = optim.StaticGradients(parameters, plan.cuda_graphs)  # keeps .grad in one place
 
-# sequences per iteration, and in an evaluation of a file; smaller micro-batches change neither
+# sequences per iteration, and per evaluated data file; smaller micro-batches change neither
 sequences_per_iter = batch_size * gradient_accumulation_steps
 eval_sequences = eval_iters * batch_size
 iter_num, best_val_loss = start.iter_num, start.best_val_loss
@@ -309,7 +309,7 @@ with saving:
         skipped = (skipped + 1) * ~grad_norm.isfinite()
         stopping = stop_request.stop_requested()
         log_due = stopping or iter_num % log_interval == 0 or iter_num + 1 == max_iters
-        if log_due:  # copy now, so that reading waits for backward but not for opt.step
+        if log_due:  # copy now: read_numbers() then waits for backward, not opt.step
             distributed.all_reduce_sum(loss)
             read_numbers = hardware.to_host_async(loss, grad_norm, skipped)
         scaler.step(opt)
