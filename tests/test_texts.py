@@ -872,7 +872,7 @@ def test_ones_own_bpe_is_trained_kept_and_exported(run, tmp_path):
     rows_file(tmp_path / "a.jsonl", STORIES)
     shown = run("data/text/prepare.py", f"--input={tmp_path / 'a.jsonl'}", "--tokenizer=bpe:300",
                 f"--out={tmp_path / 'data'}")  # fmt: skip
-    command = re.search(r"vocabulary size 300; train on it with: python train.py (\S+) --data", shown)
+    command = re.search(r"size 300; train on it with: python train.py (\S+) --dataset=", shown)
     assert (ROOT / command[1]).exists() and "shakespeare_char" in command[1]
     meta = read_meta(tmp_path / "data")
     tokenizer = from_meta(meta)
