@@ -144,7 +144,7 @@ class Attention(nn.Module):
         self.v_proj = nn.Linear(config.n_embd, self.n_kv_head * self.head_dim, bias=False)
         self.o_proj = nn.Linear(self.n_head * self.head_dim, config.n_embd, bias=False)
         for layer in (self.q_proj, self.k_proj, self.v_proj):
-            layer.head_dim = self.head_dim  # Muon orthogonalises each head's rows separately
+            layer.head_dim = self.head_dim  # Muon orthogonalises updates head by head
         self.qk_norm = config.qk_norm
         if self.qk_norm:
             self.q_norm = RMSNorm(self.head_dim, config.norm_eps)
@@ -208,7 +208,7 @@ def fingerprint(weight: Tensor) -> tuple:
 @contextlib.contextmanager
 def torchs_initial_weights() -> Iterator[set]:
     """Collect the fingerprints of the weights that torch gives to every nn.Linear and nn.Embedding
-    created inside the `with` block. If a weight's fingerprint differs later, you set it."""
+    created inside the `with` block. One that differs later means that you have set the weight."""
     found: set = set()
     resets = {kind: kind.reset_parameters for kind in (nn.Linear, nn.Embedding)}
 

@@ -35,7 +35,7 @@ from steady.stop import Saving, StopRequest, stop_message
 # output and evaluation
 out_dir = "out"  # folder for checkpoints and metrics.jsonl
 init_from = "scratch"  # scratch, resume (out_dir/ckpt.pt), or a run's folder, HF folder or hub ID
-eval_interval = 2000  # iterations between evaluations (and saves); 0: never, save at the end
+eval_interval = 2000  # iterations between evaluations (and saves); 0: only save at the end
 eval_iters = 200  # evaluate on the same eval_iters * batch_size sequences each time
 eval_only = False  # evaluate once and exit
 log_interval = 1  # iterations between log lines
@@ -96,7 +96,7 @@ config = configure(globals())
 process = distributed.this_process(parallel, device, dtype, n_embd)
 plan = compiling.plan(compile, compile_mode, process.device)
 distributed.start(process, config, plan.cuda_graphs)
-out_path = Path(config["out_dir"])  # start() set it to rank 0's
+out_path = Path(config["out_dir"])  # start() put rank 0's there
 ckpt_path, best_path = out_path / "ckpt.pt", out_path / "best.pt"
 autocast = process.autocast()
 torch.manual_seed(seed)  # the same on every rank: initial weights are not broadcast
@@ -141,9 +141,9 @@ scaler = torch.amp.GradScaler(process.device.type, enabled=process.dtype == torc
 if not eval_only:
     start.load_optimizer(opt, scaler)
 parameters = [p for p in raw_model.parameters() if p.requires_grad]
-static_gradients = optim.StaticGradients(parameters, plan.cuda_graphs)  # keeps .grad in one place
+static_gradients = optim.StaticGradients(parameters, plan.cuda_graphs)  # keeps .grad at its address
 
-# sequences per iteration, and per evaluated data file; smaller micro-batches change neither
+# sequences per iteration, and per file in evaluations; smaller micro-batches change neither
 sequences_per_iter = batch_size * gradient_accumulation_steps
 eval_sequences = eval_iters * batch_size
 iter_num, best_val_loss = start.iter_num, start.best_val_loss
@@ -200,7 +200,7 @@ def trial(micro_batch_size: int) -> torch.nn.Module:
     targets = torch.zeros_like(tokens)  # not `tokens`: compiled code would assume both are the same
     before = {name: buffer.detach().clone() for name, buffer in raw_model.named_buffers()}
     micro_steps = sequences_per_iter // process.world_size // micro_batch_size
-    # with CUDA graphs: warm up, record, replay; else: create .grad, add to it
+    # what the runs do: warm up, record and replay CUDA graphs; else create .grad, then add to it
     runs = 0 if eval_only else 3 if plan.cuda_graphs else min(2, micro_steps)
     try:
         forward_backward(model, [(tokens, targets)] * runs)
@@ -257,7 +257,7 @@ loader = DataLoader(train_file, fit.batch_size, sequences_per_iter // fit.batch_
 micro_batches = loader.micro_batches(iter_num)
 
 # -----------------------------------------------------------------------------
-# training loop. However it ends, `saving` saves the state (but with fsdp not after an error). If
+# training loop. However it ends, `saving` saves the state (except with fsdp after an error). If
 # there was no error, only rank 0 goes on below the loop; the other ranks exit
 log.start_clock(iter_num, sequences_per_iter * block_size, raw_model.flops_per_token(), process)
 skipped = torch.zeros((), device=process.device)  # consecutive steps with non-finite gradients
@@ -305,11 +305,11 @@ with saving:
 
         # ---- clip and step ----------------------------------------------------
         scaler.unscale_(opt)
-        grad_norm = optim.clip_gradients(opt, grad_clip)  # if not finite, opt skips its step
+        grad_norm = optim.clip_gradients(opt, grad_clip)  # opt.step clips; skips if not finite
         skipped = (skipped + 1) * ~grad_norm.isfinite()
         stopping = stop_request.stop_requested()
         log_due = stopping or iter_num % log_interval == 0 or iter_num + 1 == max_iters
-        if log_due:  # copy now: read_numbers() then waits for backward, not opt.step
+        if log_due:  # copied here, read_numbers() need not wait for opt.step
             distributed.all_reduce_sum(loss)
             read_numbers = hardware.to_host_async(loss, grad_norm, skipped)
         scaler.step(opt)
