@@ -201,14 +201,14 @@ class Block(nn.Module):
 def fingerprint(weight: Tensor) -> tuple:
     """Identify a weight by its values or, on the meta device, which has no values, by its id."""
     if weight.is_meta:
-        return id(weight), weight._version  # the version counts changes in place
+        return id(weight), weight._version  # the version counts in-place changes
     return weight.shape, weight.detach().sum(dtype=torch.float32).item()
 
 
 @contextlib.contextmanager
 def torchs_initial_weights() -> Iterator[set]:
     """Collect the fingerprints of the weights that torch gives to every nn.Linear and nn.Embedding
-    created inside the `with` block. One that differs later means that you have set the weight."""
+    created inside the `with` block. If a weight's later matches none of them, you have set it."""
     found: set = set()
     resets = {kind: kind.reset_parameters for kind in (nn.Linear, nn.Embedding)}
 

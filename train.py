@@ -96,7 +96,7 @@ config = configure(globals())
 process = distributed.this_process(parallel, device, dtype, n_embd)
 plan = compiling.plan(compile, compile_mode, process.device)
 distributed.start(process, config, plan.cuda_graphs)
-out_path = Path(config["out_dir"])  # start() put rank 0's there
+out_path = Path(config["out_dir"])  # rank 0's, set by start()
 ckpt_path, best_path = out_path / "ckpt.pt", out_path / "best.pt"
 autocast = process.autocast()
 torch.manual_seed(seed)  # the same on every rank: initial weights are not broadcast
@@ -200,7 +200,7 @@ def trial(micro_batch_size: int) -> torch.nn.Module:
     targets = torch.zeros_like(tokens)  # not `tokens`: compiled code would assume both are the same
     before = {name: buffer.detach().clone() for name, buffer in raw_model.named_buffers()}
     micro_steps = sequences_per_iter // process.world_size // micro_batch_size
-    # what the runs do: warm up, record and replay CUDA graphs; else create .grad, then add to it
+    # with CUDA graphs: warm up, record, replay; without: create .grad, then add to it
     runs = 0 if eval_only else 3 if plan.cuda_graphs else min(2, micro_steps)
     try:
         forward_backward(model, [(tokens, targets)] * runs)
@@ -210,7 +210,7 @@ def trial(micro_batch_size: int) -> torch.nn.Module:
         for holder in (opt, raw_model):  # an edited opt may not have all parameters
             holder.zero_grad(set_to_none=not plan.cuda_graphs)
         for name, buffer in raw_model.named_buffers():  # undo updates
-            old = before.get(name, buffer)  # a buffer that the step created stays
+            old = before.get(name, buffer)  # keep a buffer that the step created
             if buffer.shape != old.shape:
                 buffer.data = old
             elif not torch.equal(buffer, old):
@@ -257,7 +257,7 @@ loader = DataLoader(train_file, fit.batch_size, sequences_per_iter // fit.batch_
 micro_batches = loader.micro_batches(iter_num)
 
 # -----------------------------------------------------------------------------
-# training loop. However it ends, `saving` saves the state (except with fsdp after an error). If
+# training loop. On any exit, `saving` saves the state (except with fsdp after an error). If
 # there was no error, only rank 0 goes on below the loop; the other ranks exit
 log.start_clock(iter_num, sequences_per_iter * block_size, raw_model.flops_per_token(), process)
 skipped = torch.zeros((), device=process.device)  # consecutive steps with non-finite gradients
@@ -301,15 +301,15 @@ with saving:
         # ---- forward and backward ---------------------------------------------
         torch.manual_seed(hash((seed, iter_num, process.rank)))  # a resume gets the same dropout
         loss = forward_backward(model, islice(micro_batches, micro_steps))
-        distributed.sum_gradients(process, raw_model)  # and give all ranks rank 0's buffers
+        distributed.sum_gradients(process, raw_model)  # also broadcasts rank 0's buffers
 
         # ---- clip and step ----------------------------------------------------
         scaler.unscale_(opt)
-        grad_norm = optim.clip_gradients(opt, grad_clip)  # opt.step clips; skips if not finite
+        grad_norm = optim.clip_gradients(opt, grad_clip)  # opt.step clips, or skips if inf or NaN
         skipped = (skipped + 1) * ~grad_norm.isfinite()
         stopping = stop_request.stop_requested()
         log_due = stopping or iter_num % log_interval == 0 or iter_num + 1 == max_iters
-        if log_due:  # copied here, read_numbers() need not wait for opt.step
+        if log_due:  # copy now, so that read_numbers() need not wait for opt.step
             distributed.all_reduce_sum(loss)
             read_numbers = hardware.to_host_async(loss, grad_norm, skipped)
         scaler.step(opt)

@@ -37,4 +37,4 @@ decay_fraction = 0.4
 beta2 = 0.99
 warmup_iters = 0
 
-compile_mode = "reduce-overhead"  # twice as fast: CUDA graphs save the many kernel launches
+compile_mode = "reduce-overhead"  # twice as fast: CUDA graphs avoid many kernel launches
