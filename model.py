@@ -208,7 +208,7 @@ def fingerprint(weight: Tensor) -> tuple:
 @contextlib.contextmanager
 def torchs_initial_weights() -> Iterator[set]:
     """Collect the fingerprints of the weights that torch gives to every nn.Linear and nn.Embedding
-    created inside the `with` block. If a weight's later matches none of them, you have set it."""
+    created inside the `with` block. Weights with other fingerprints were set by you."""
     found: set = set()
     resets = {kind: kind.reset_parameters for kind in (nn.Linear, nn.Embedding)}
 
@@ -261,7 +261,7 @@ class GPT(nn.Module):
             reset = type(layer).reset_parameters
             if reset not in (nn.Linear.reset_parameters, nn.Embedding.reset_parameters):
                 continue  # it has an init of its own
-            if fingerprint(layer.weight) not in self.unset:  # set by you, or tied
+            if fingerprint(layer.weight) not in self.unset:  # set by you, or drawn already (tied)
                 continue
             std = residual_std if name.endswith(("o_proj", "down_proj")) else 0.02
             # one generator per matrix: its values must not depend on the sizes of the others
@@ -286,7 +286,7 @@ class GPT(nn.Module):
         self.rope_cos, self.rope_sin = rope_tables(positions, config.head_dim, config.rope_theta)
 
     def _apply(self, function, recurse=True):
-        """`.to()`, `.cuda()`, `.bfloat16()` and so on call this. Keep the tables in float32."""
+        """Called by `.to()`, `.cuda()`, `.bfloat16()` and so on; keeps the tables in float32."""
         super()._apply(function, recurse)
         self.compute_rope_tables()
         return self

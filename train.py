@@ -95,8 +95,8 @@ config = configure(globals())
 # on a CPU, dtype=auto depends on n_embd
 process = distributed.this_process(parallel, device, dtype, n_embd)
 plan = compiling.plan(compile, compile_mode, process.device)
-distributed.start(process, config, plan.cuda_graphs)
-out_path = Path(config["out_dir"])  # rank 0's, set by start()
+distributed.start(process, config, plan.cuda_graphs)  # gives all ranks the same out_dir
+out_path = Path(config["out_dir"])
 ckpt_path, best_path = out_path / "ckpt.pt", out_path / "best.pt"
 autocast = process.autocast()
 torch.manual_seed(seed)  # the same on every rank: initial weights are not broadcast
@@ -143,7 +143,8 @@ if not eval_only:
 parameters = [p for p in raw_model.parameters() if p.requires_grad]
 static_gradients = optim.StaticGradients(parameters, plan.cuda_graphs)  # keeps .grad at its address
 
-# sequences per iteration, and per file in evaluations; smaller micro-batches change neither
+# sequences per iteration, and per evaluation of the training or validation data; halving the
+# micro-batch changes neither
 sequences_per_iter = batch_size * gradient_accumulation_steps
 eval_sequences = eval_iters * batch_size
 iter_num, best_val_loss = start.iter_num, start.best_val_loss
@@ -170,7 +171,7 @@ def forward_backward(model: torch.nn.Module, micro_batches: Iterable) -> torch.T
     loss = torch.zeros((), device=process.device)  # a tensor that no CUDA graph overwrites
     for tokens, targets in micro_batches:
         if plan.cuda_graphs:
-            torch.compiler.cudagraph_mark_step_begin()  # graphs may reuse their memory
+            torch.compiler.cudagraph_mark_step_begin()  # lets graphs reuse memory
         with autocast:
             micro_loss = model(tokens, targets) * (len(tokens) / sequences_per_iter)
         scaler.scale(micro_loss).backward()
@@ -207,7 +208,7 @@ def trial(micro_batch_size: int) -> torch.nn.Module:
         if eval_interval or eval_only:
             evaluate(model, [(tokens, targets, 1.0)])
     finally:
-        for holder in (opt, raw_model):  # an edited opt may not have all parameters
+        for holder in (opt, raw_model):  # raw_model too: opt may not have all parameters
             holder.zero_grad(set_to_none=not plan.cuda_graphs)
         for name, buffer in raw_model.named_buffers():  # undo updates
             old = before.get(name, buffer)  # keep a buffer that the step created
@@ -305,7 +306,7 @@ with saving:
 
         # ---- clip and step ----------------------------------------------------
         scaler.unscale_(opt)
-        grad_norm = optim.clip_gradients(opt, grad_clip)  # opt.step clips, or skips if inf or NaN
+        grad_norm = optim.clip_gradients(opt, grad_clip)  # if inf or NaN, opt.step does nothing
         skipped = (skipped + 1) * ~grad_norm.isfinite()
         stopping = stop_request.stop_requested()
         log_due = stopping or iter_num % log_interval == 0 or iter_num + 1 == max_iters
