@@ -367,12 +367,13 @@ def complete(folder: Path, tokenizer: Tokenizer, done: dict[str, Any]) -> None:
     for split in SPLITS:
         print(f"{folder / split}.bin: {tokens[split]:,} tokens{replaced}")
     name = folder.name if folder.resolve().parent.name == "data" else folder
-    config = "train_gpt2_muon"
-    if tokenizer.vocab_size < 1024:
-        config = "train_shakespeare_char" + ("" if shutil.which("nvidia-smi") else "_cpu")
+    default = "train_shakespeare_char" if tokenizer.vocab_size < 1024 else "train_gpt2_muon"
+    endings = (".py",) if shutil.which("nvidia-smi") else ("_cpu.py", ".py")
+    configs = [stem + end for stem in (f"train_{folder.name}", default) for end in endings]
+    config = next(c for c in configs if (Path(__file__).parents[1] / "config" / c).exists())
     print(
         f"vocabulary size {tokenizer.vocab_size:,}; train on it with: python train.py "
-        f"config/{config}.py --dataset={shlex.quote(str(name))} --out_dir=out-{folder.name}"
+        f"config/{config} --dataset={shlex.quote(str(name))} --out_dir=out-{folder.name}"
     )
 
 

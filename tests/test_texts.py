@@ -868,6 +868,27 @@ def test_f69_a_text_file_in_parts_has_the_ids_of_the_whole(tmp_path, name, monke
     assert read(tmp_path / "out", "val") == begin + tokenizer.encode(text[cut:])
 
 
+@pytest.mark.parametrize(
+    ("name", "size", "gpu", "config"),
+    [
+        ("notes", 257, True, "train_shakespeare_char.py"),
+        ("notes", 257, False, "train_shakespeare_char_cpu.py"),
+        ("notes", 50257, False, "train_gpt2_muon.py"),
+        ("openwebtext", 50257, True, "train_openwebtext.py"),
+        ("stdlib_char", 257, False, "train_stdlib_char.py"),
+    ],
+)
+def test_the_last_line_names_a_config_that_suits(
+    tmp_path, monkeypatch, capsys, name, size, gpu, config
+):
+    monkeypatch.setattr(prepare.shutil, "which", lambda _: "/bin/nvidia-smi" if gpu else None)
+    monkeypatch.setattr(tokenizers_.ByteTokenizer, "vocab_size", size)
+    splits = {split: ["some text"] for split in ("train", "val")}
+    prepare.write_dataset(tmp_path / name, tokenizers_.ByteTokenizer(), splits)
+    assert f"python train.py config/{config} --dataset=" in capsys.readouterr().out
+    assert (ROOT / "config" / config).exists()
+
+
 def test_ones_own_bpe_is_trained_kept_and_exported(run, tmp_path):
     rows_file(tmp_path / "a.jsonl", STORIES)
     shown = run("data/text/prepare.py", f"--input={tmp_path / 'a.jsonl'}", "--tokenizer=bpe:300",
