@@ -882,9 +882,9 @@ def test_the_last_line_names_a_config_that_suits(
     tmp_path, monkeypatch, capsys, name, size, gpu, config
 ):
     monkeypatch.setattr(prepare.shutil, "which", lambda _: "/bin/nvidia-smi" if gpu else None)
-    monkeypatch.setattr(tokenizers_.ByteTokenizer, "vocab_size", size)
+    monkeypatch.setattr(ByteTokenizer, "vocab_size", size)
     splits = {split: ["some text"] for split in ("train", "val")}
-    prepare.write_dataset(tmp_path / name, tokenizers_.ByteTokenizer(), splits)
+    write_dataset(tmp_path / name, ByteTokenizer(), splits)
     assert f"python train.py config/{config} --dataset=" in capsys.readouterr().out
     assert (ROOT / "config" / config).exists()
 
