@@ -67,8 +67,8 @@ optimizer = "adamw"  # adamw, or muon (for the blocks' matrices; learns faster)
 learning_rate = 6e-4  # peak learning rate
 max_iters = 600000  # iterations to train for
 weight_decay = 1e-1  # for matrices and embeddings only
-beta1 = 0.9  # AdamW (also used with Muon): decay of the gradient's running mean
-beta2 = 0.95  # AdamW (also used with Muon): decay of the squared gradient's mean
+beta1 = 0.9  # AdamW, alone or beside Muon: decay of the gradient's running mean
+beta2 = 0.95  # AdamW, alone or beside Muon: decay of the squared gradient's mean
 grad_clip = 1.0  # clip the gradient norm to this; 0.0: never
 # learning-rate schedule
 lr_schedule = "cosine"  # cosine, or wsd (warmup, stable, 1-sqrt decay)
@@ -143,8 +143,8 @@ if not eval_only:
 parameters = [p for p in raw_model.parameters() if p.requires_grad]
 static_gradients = optim.StaticGradients(parameters, plan.cuda_graphs)  # keeps .grad at its address
 
-# sequences per iteration, and per evaluation of the training or validation data; halving the
-# micro-batch changes neither
+# sequences per iteration, and per evaluation of the training or validation data; splitting a batch
+# that does not fit changes neither
 sequences_per_iter = batch_size * gradient_accumulation_steps
 eval_sequences = eval_iters * batch_size
 iter_num, best_val_loss = start.iter_num, start.best_val_loss
