@@ -14,7 +14,12 @@ from conftest import ROOT
 from configurator import read_settings, resolve
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-SCRIPTS = [*ROOT.glob("*.py"), *ROOT.glob("config/*.py"), *ROOT.glob("data/*/prepare.py")]
+SCRIPTS = [
+    *ROOT.glob("*.py"),
+    *ROOT.glob("config/*.py"),
+    *ROOT.glob("dev/*.py"),
+    *ROOT.glob("data/*/prepare.py"),
+]
 TEXTS = [
     "accessing tensor output of CUDAGraphs that has been overwritten by a subsequent run",
     "Not enough SMs to use max_autotune_gemm",
@@ -31,7 +36,7 @@ TEXTS = [
 def commands(text: str) -> list[str]:
     """The commands in a page or docstring: indented lines, and `python ...`."""
     text = text.replace("\\\n", " ")
-    found = re.findall(r"^    ((?:python|torchrun|make) .*)$", text, re.MULTILINE)
+    found = re.findall(r"^ {4,}((?:python|torchrun|make) .*)$", text, re.MULTILINE)
     found += [c.replace("\n", " ") for c in re.findall(r"`((?:python|torchrun|make) [^`]+)`", text)]
     return [command for command in found if "llama.cpp/" not in command]
 
@@ -77,6 +82,9 @@ def check_command(command: str) -> None:
     if words[0] == "torchrun":
         check_split(words[:at], words[at:])
     for word in words[at + 1 :]:
+        if re.match("--nano(gpt|chat)_runs=", word):  # [NAME: ]NUMBERS, separated by commas
+            for recipe in word.partition("=")[2].split(","):
+                assert re.fullmatch(r"(.+: )?[\d.e:kM-]+", recipe.strip()), recipe
         if word.startswith("--"):
             assert word[2:].partition("=")[0] in names, f"{script} has no {word}"
         elif word.endswith(".py"):
