@@ -553,7 +553,7 @@ def check_weights(weights: dict[str, Tensor], model: nn.Module, complaint: str) 
 
 
 def described(value: Any) -> tuple | None:
-    """What a saved tensor must have in common with the model's; None for other state."""
+    """The properties that a saved tensor shares with the model's; None for other state."""
     if not isinstance(value, Tensor):
         return None
     return value.is_floating_point(), value.is_complex(), value.shape
