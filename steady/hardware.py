@@ -72,9 +72,10 @@ def choose_device(name: str = "auto", local_rank: int | None = None) -> torch.de
         if index or kind == "mps":
             raise UserError(f"device={name} cannot be shared by several processes: use cuda")
         if local_rank >= torch.cuda.device_count():
+            n = torch.cuda.device_count()
             raise UserError(
-                f"process {local_rank} of this machine has no GPU, there are only "
-                f"{torch.cuda.device_count()}: use a smaller --nproc_per_node"
+                f"process {local_rank} of this machine has no GPU, there are only {n}: use "
+                + ("a smaller --nproc_per_node" if n else "--device=cpu")
             )
         name = f"cuda:{local_rank}"
     try:
@@ -142,9 +143,9 @@ def peak_memory_gib(device: torch.device) -> float | None:
 
 
 def available_memory_gib(device: torch.device) -> float:
-    """Memory that a step can use, in GiB. On a GPU: free memory plus this process's, minus CUDA's
-    needs. Else: the free memory of the machine and its container, with swap; infinity if
-    unknown."""
+    """Memory that a step of this process can use, in GiB. On a GPU: free memory plus this
+    process's, minus CUDA's needs. Else: this process's share of the free memory of the machine and
+    its container, with swap; infinity if unknown."""
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         limit = torch.cuda.get_per_process_memory_fraction() * total
@@ -159,7 +160,7 @@ def available_memory_gib(device: torch.device) -> float:
     for name in ("memory.max", "memory/memory.limit_in_bytes"):  # of a container
         with contextlib.suppress(OSError, ValueError):  # "max": no limit
             found.append(int(Path("/sys/fs/cgroup", name).read_text(encoding="utf-8")))
-    return min(found) / 2**30
+    return min(found) / 2**30 / int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # set by torchrun
 
 
 def to_host_async(*scalars: Tensor) -> Callable[[], list[float]]:

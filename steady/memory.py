@@ -17,7 +17,7 @@ from steady import UserError, compiling, distributed, hardware
 from steady.compiling import Plan
 from steady.distributed import Process
 
-SAFETY_MARGIN = 0.8  # share of the memory that a rough estimate may use if there is no second try
+SAFETY_MARGIN = 0.7  # share of the memory that a rough estimate may use if there is no second try
 
 OUT_OF_MEMORY = "out of memory"
 # the messages of GPUs, their libraries, and CPUs
@@ -62,14 +62,21 @@ def require_room(config: dict[str, Any], process: Process) -> None:
     config: the settings, including the model's sizes.
     """
     needed = rough_gib(config, 1, process)
-    machine_gib = hardware.available_memory_gib(process.device)
-    if needed > 1.5 * machine_gib:
+    available_gib = hardware.available_memory_gib(process.device)
+    owner = process.device if process.world_size == 1 else "each process"
+    if needed > 1.5 * available_gib:
         raise UserError(
             f"a model of n_layer={config['n_layer']}, n_embd={config['n_embd']}, "
             f"vocab_size={config['vocab_size']} takes about {needed:,.1f} GiB to train with one "
-            f"sequence, but {process.device} has {machine_gib:.1f} GiB: use "
-            "--activation_checkpointing=block, or a smaller model or block_size"
+            f"sequence, but {owner} has {available_gib:.1f} GiB: use "
+            f"{checkpointing(config)}a smaller model or block_size"
         )
+
+
+def checkpointing(config: dict[str, Any]) -> str:
+    """Advice to use activation checkpointing, if it is not in use."""
+    kind = config["activation_checkpointing"]
+    return "" if kind == "block" else "--activation_checkpointing=block, or "
 
 
 def fit(
@@ -89,10 +96,10 @@ def fit(
     sequences = config["batch_size"] * config["gradient_accumulation_steps"]
     every_size = batch_sizes(config["batch_size"], sequences // process.world_size)
     available_gib = distributed.all_reduce_min(hardware.available_memory_gib(process.device))
-    # fsdp has no second try. On a GPU, skip only hopeless sizes, to save the time to compile them.
-    # A CPU's system hands out memory that it does not have, so trying is not safe there.
-    share = SAFETY_MARGIN if process.shards_model else 2.0 if process.device.type == "cuda" else 1.0
-    limit = share * available_gib
+    # On a GPU, skip only hopeless sizes, to save the time to compile them. There is no second try
+    # with fsdp, nor on a CPU, whose system hands out memory that it does not have.
+    tries = process.device.type == "cuda" and not process.shards_model
+    limit = (2.0 if tries else SAFETY_MARGIN) * available_gib
     sizes = [size for size in every_size if rough_gib(config, size, process) <= limit]
     if process.device.type == "cuda" and not sizes:
         sizes = every_size[-1:]
@@ -123,8 +130,8 @@ def fit(
             sizes = sizes[1:]
     else:
         raise UserError(
-            "out of memory: use --activation_checkpointing=block, a smaller batch_size (with more "
-            "gradient_accumulation_steps), or a smaller block_size or model"
+            f"out of memory: use {checkpointing(config)}a smaller batch_size (with more "
+            "gradient_accumulation_steps), block_size or model"
         )
     size = sizes[0]
     if size != config["batch_size"]:

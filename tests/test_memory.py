@@ -121,6 +121,29 @@ def test_a_model_much_too_large_is_refused_before_it_is_built(monkeypatch):
         require_room(GPT2 | {"n_layer": 48}, Process())
 
 
+def test_a_cpu_tries_no_batch_that_takes_all_of_its_memory_by_the_estimate(monkeypatch):
+    """GPT-2 with 16 sequences took 14.2 GiB on a CPU (11.4 by the estimate). Linux kills what takes
+    more memory than there is."""
+    monkeypatch.setattr(hardware, "available_memory_gib", lambda device: 14.0)
+    trial = runs_out_above(1000)
+    assert fit_alone(trial, 16).batch_size == 8 and trial.tried == [8]
+
+
+def test_processes_on_one_machine_share_its_memory(monkeypatch):
+    one = hardware.available_memory_gib(torch.device("cpu"))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert hardware.available_memory_gib(torch.device("cpu")) == pytest.approx(one / 4, rel=0.2)
+
+
+def test_checkpointing_is_advised_only_where_it_is_not_in_use(monkeypatch):
+    block = {"activation_checkpointing": "block"}
+    with pytest.raises(ValueError, match="out of memory: use a smaller batch_size"):
+        fit_alone(runs_out_above(0), 8, **block)
+    monkeypatch.setattr(hardware, "available_memory_gib", lambda device: 1.0)
+    with pytest.raises(ValueError, match="each process has 1.0 GiB: use a smaller model"):
+        require_room(GPT2 | block | {"n_layer": 200}, Process(0, 0, 2, "fsdp"))
+
+
 def test_f50_a_batch_beyond_all_memory_is_split_by_arithmetic(monkeypatch):
     monkeypatch.setattr(hardware, "available_memory_gib", lambda device: 8.0)
     trial = runs_out_above(10**6)
