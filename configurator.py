@@ -30,6 +30,8 @@ from typing import Any, NamedTuple
 from steady import UserError, visible
 from steady.folder import require_file
 
+CONFIGS = Path(__file__).parent / "config"
+
 # The allowed values of all scripts' settings. GPTConfig checks the architecture's, and combinations
 # are checked where they are used.
 CHOICES = {
@@ -168,24 +170,33 @@ def script_of(namespace: dict[str, Any]) -> str:
     return str(max(fitting, key=lambda script: len(found[script])))
 
 
+def configs_for(dataset: str) -> list[Path]:
+    """The files in config/ that set this `dataset`."""
+    return [path for path in sorted(CONFIGS.glob("*.py"))
+            if f'\ndataset = "{dataset}"\n' in path.read_text(encoding="utf-8")]  # fmt: skip
+
+
 def flags_given() -> set[str]:
     """The settings on the command line, each as `--key`."""
     return {argument.partition("=")[0] for argument in sys.argv[1:]}
 
 
 def batch_note(settings: dict[str, Setting], asked: dict[str, Any]) -> str | None:
-    """A note if `--batch_size` alone changes the global batch size; it names the accumulation steps
-    that keep it. Else None. `asked` are the settings after the command line."""
+    """A note if `--batch_size` alone changes the global batch size, else None. It names the
+    accumulation steps that keep it. `asked` are the settings after the command line."""
     rest = [argument for argument in sys.argv[1:] if not argument.startswith("--batch_size=")]
     size, before = asked["batch_size"], resolve(settings, rest)["batch_size"]
     steps = asked["gradient_accumulation_steps"]
     if size == before or "--gradient_accumulation_steps" in flags_given():
         return None
-    kept = max(1, round(before * steps / size))
-    return (
+    note = (
         f"note: --batch_size={size} alone makes an iteration {size * steps} sequences instead of "
-        f"{before * steps}; --gradient_accumulation_steps={kept} makes it {kept * size}"
+        f"{before * steps}"
     )
+    kept = max(1, round(before * steps / size))
+    if kept != steps:
+        note += f"; --gradient_accumulation_steps={kept} makes it {kept * size}"
+    return note
 
 
 def architecture_note(asked: dict[str, Any], config: dict[str, Any]) -> str | None:

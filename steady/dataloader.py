@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from configurator import configs_for
 from steady import UserError
 from steady.distributed import SINGLE_PROCESS, Process
 from steady.folder import crc_of_start, file_crc, require_file
@@ -47,13 +48,12 @@ def read_meta(folder: Path) -> dict[str, Any]:
     key if meta.json is invalid.
     """
     if not (folder / "train.bin").exists():
-        prepare = folder / "prepare.py"
-        raise UserError(
-            f"no data set at {folder} (train.bin is missing): "
-            + (f"run python {shlex.quote(str(prepare))}" if prepare.exists() else
-               "the first lines of its config show how to make it; for your own text, run "
-               "python data/text/prepare.py --input=FILE")
-        )  # fmt: skip
+        remedy = f"run python data/text/prepare.py --input=FILE --out={shlex.quote(str(folder))}"
+        if (prepare := folder / "prepare.py").exists():
+            remedy = f"run python {shlex.quote(str(prepare))}"
+        elif configs := configs_for(folder.name):
+            remedy = f"the first lines of config/{configs[0].name} show how to make it"
+        raise UserError(f"no data set at {folder} (train.bin is missing): {remedy}")
     path = folder / "meta.json"
     meta = read_json(path)
     if not meta and (folder / "meta.pkl").exists():
@@ -99,8 +99,8 @@ class DataSet:
         """The training and validation tokens, for a model with this context and vocabulary."""
         described = self.meta.get("vocab_size", math.inf) <= vocab_size
         vocab_size = min(self.vocab_size, vocab_size)
-        files = []
-        for split in ("train", "val"):
+        files = {}
+        for split in ("val", "train"):  # the shorter first: its error names a block_size for both
             path = self.folder / f"{split}.bin"
             file = TokenFile(path, block_size, vocab_size, self.dtype, described)
             expected = self.meta.get("tokens", {}).get(split, file.n_tokens)
@@ -109,8 +109,8 @@ class DataSet:
                     f"{path} has {file.n_tokens} tokens, but its meta.json says {expected}: copy "
                     "or prepare the data set again (or correct meta.json)"
                 )
-            files.append(file)
-        return tuple(files)
+            files[split] = file
+        return files["train"], files["val"]
 
     def bits_per_byte(self, val_loss: float) -> dict[str, float]:
         """`val_bpb`: a validation loss (nats per token) as bits per byte of UTF-8 text, which does

@@ -30,7 +30,7 @@ from typing import Any
 
 import numpy as np
 
-from configurator import configure
+from configurator import CONFIGS, configs_for, configure
 from steady import UserError, textfiles, visible
 from steady.folder import (
     atomic_write,
@@ -97,7 +97,9 @@ def write_dataset(
         for n, text in enumerate(splits[SPLITS[i]], 1):
             yield Piece(SPLITS[i], text, f"document {n} of {SPLITS[i]}")
 
-    return write_tokens(Path(folder), tokenizer, None, read, len(SPLITS), 0)
+    tokens = write_tokens(Path(folder), tokenizer, None, read, len(SPLITS), 0)
+    say_how_to_train(Path(folder), tokenizer)
+    return tokens
 
 
 def write_tokens(
@@ -366,14 +368,30 @@ def complete(folder: Path, tokenizer: Tokenizer, done: dict[str, Any]) -> None:
         (folder / name).unlink(missing_ok=True)
     for split in SPLITS:
         print(f"{folder / split}.bin: {tokens[split]:,} tokens{replaced}")
-    name = folder.name if folder.resolve().parent.name == "data" else folder
-    default = "train_shakespeare_char" if tokenizer.vocab_size < 1024 else "train_gpt2_muon"
+
+
+def say_how_to_train(folder: Path, tokenizer: Tokenizer, name: str = "") -> None:
+    """Print the command that trains on a data set: with its own config, or with one for its kind of
+    tokens. With the tokenizer of a run (if `name` is run:FOLDER) it finetunes that run."""
+    dataset = folder.name if folder.resolve().parent.name == "data" else str(folder)
+    small = tokenizer.vocab_size < 1024
     endings = (".py",) if shutil.which("nvidia-smi") else ("_cpu.py", ".py")
-    configs = [stem + end for stem in (f"train_{folder.name}", default) for end in endings]
-    config = next(c for c in configs if (Path(__file__).parents[1] / "config" / c).exists())
+    own, default = (
+        [f"train_{stem}{end}" for end in endings if (CONFIGS / f"train_{stem}{end}").exists()]
+        for stem in (dataset, "shakespeare_char" if small else "gpt2_muon")
+    )
+    own += [path.name for path in configs_for(dataset) if not path.name.startswith("eval")]
+    config, flags = (own or default)[0], []
+    if name.startswith("run:"):
+        run, content = run_named(name)
+        config = "finetune_shakespeare.py"
+        flags = [f"--init_from={run}", f"--dataset={dataset}", f"--out_dir={run}-finetuned",
+                 f"--block_size={content['model_config']['block_size']}"]  # fmt: skip
+    elif not own:
+        flags = [f"--dataset={dataset}", f"--out_dir=out-{folder.name}"]
     print(
-        f"vocabulary size {tokenizer.vocab_size:,}; train on it with: python train.py "
-        f"config/{config} --dataset={shlex.quote(str(name))} --out_dir=out-{folder.name}"
+        f"vocabulary size {tokenizer.vocab_size:,}; train on it with: "
+        f"python train.py config/{shlex.join([config, *flags])}"
     )
 
 
@@ -427,8 +445,10 @@ def prepare_hub_dataset(namespace: dict[str, Any]) -> None:
     """The main function of a hub data set's prepare.py, called with its `globals()`."""
     config = configure(namespace, base=__file__, positional="")
     folder = config.pop("out") or Path(namespace["__file__"]).parent
-    chosen = tokenizer_named(config.pop("tokenizer"), config.pop("special_tokens"))
+    name = config.pop("tokenizer")
+    chosen = tokenizer_named(name, config.pop("special_tokens"))
     prepare_from_hub(folder, chosen, **config)
+    say_how_to_train(Path(folder), chosen, name)
 
 
 def prepare_from_hub(
@@ -472,8 +492,9 @@ def prepare_from_hub(
     except Exception as error:  # the hub's libraries raise many types
         reason = " ".join(str(error).split()) or type(error).__name__
         raise UserError(
-            f"cannot load {path} ({shown(reason)}): choose with --name=NAME and --split=NAME if it "
-            "has several, connect to the Hugging Face hub, or pass --path=FOLDER with a copy of it"
+            f"cannot load {path} ({shown(reason)}): connect to the Hugging Face hub, choose "
+            "with --name=NAME and --split=NAME if it has several, or pass --path=FOLDER with a "
+            "copy of it"
         ) from None
     if "text" not in (dataset.column_names or ["text"]):
         raise UserError(
@@ -563,6 +584,7 @@ def prepare_from_files(
                  skip_bad_rows, unit="B", total=sum(sizes))  # fmt: skip
     if tokenizer.startswith("bpe:"):
         write_hf_tokenizer(chosen.meta(), folder)
+    say_how_to_train(folder, chosen, tokenizer)
 
 
 def tokenizer_named(name: str, special_tokens: bool) -> Tokenizer:
@@ -571,13 +593,19 @@ def tokenizer_named(name: str, special_tokens: bool) -> Tokenizer:
         raise UserError(f"special_tokens=True needs a gpt2, hf: or run: tokenizer, not {name}")
     if not name.startswith("run:"):
         return load_tokenizer(name, special_tokens)
-    from steady import checkpoint  # which needs torch
-
-    path = Path(name.removeprefix("run:"))
-    meta = checkpoint.load(path if path.is_file() else checkpoint.find(path))["tokenizer"]
+    meta = run_named(name)[1]["tokenizer"]
     if special_tokens and meta.get("tokenizer") in ("byte", "char"):
         raise UserError(f"special_tokens=True: {name} has a {meta['tokenizer']} tokenizer")
     return from_meta(meta | ({"special_tokens": True} if special_tokens else {}))
+
+
+def run_named(name: str) -> tuple[Path, dict[str, Any]]:
+    """The folder and the checkpoint of run:FOLDER (or run:FILE)."""
+    from steady import checkpoint  # which needs torch
+
+    path = Path(name.removeprefix("run:"))
+    file = path if path.is_file() else checkpoint.find(path)
+    return file.parent, checkpoint.load(file)
 
 
 def train_own_bpe(folder: Path, name: str, texts: Iterable[str]) -> Tokenizer:

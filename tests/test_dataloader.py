@@ -202,8 +202,10 @@ def test_missing_data_set_says_which_command_prepares_it(tmp_path):
     (tmp_path / "prepare.py").write_text("")
     with pytest.raises(ValueError, match="run python .*prepare.py"):
         read_meta(tmp_path)
-    with pytest.raises(ValueError, match="data/text/prepare.py"):
+    with pytest.raises(ValueError, match="data/text/prepare.py --input=FILE --out=.*nowhere"):
         read_meta(tmp_path / "nowhere")
+    with pytest.raises(ValueError, match="first lines of config/eval_pretrained.py show"):
+        read_meta(tmp_path / "smollm2")
 
 
 def test_missing_validation_file_and_broken_meta_are_named(tmp_path):

@@ -6,6 +6,7 @@ import math
 import os
 import random
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -17,6 +18,7 @@ import torch
 from conftest import ROOT, TINY
 
 import convert
+from configurator import read_settings, resolve
 from steady import checkpoint, prepare, textfiles
 from steady import tokenizer as tokenizers_
 from steady.dataloader import DataSet, read_meta
@@ -746,8 +748,8 @@ def test_f68_a_token_beyond_the_vocabulary_has_a_remedy_that_works(tmp_path, run
         run("train.py", *arguments)
     remedy = str(error.value).rsplit(" ", 1)[1]
     run("train.py", *arguments, remedy)
-    np.full(9999, 65_000, np.uint16).tofile(tmp_path / "val.bin")  # one size for both files
-    with pytest.raises(ValueError, match=r"train.bin holds token id 59999.*--vocab_size=65024$"):
+    np.full(9999, 65_000, np.uint16).tofile(tmp_path / "train.bin")  # one size for both files
+    with pytest.raises(ValueError, match=r"val.bin holds token id 59999.*--vocab_size=65024$"):
         run("train.py", *arguments)
     # if meta.json has the vocabulary, --vocab_size would not help
     write_dataset(tmp_path / "b", ByteTokenizer(), {"train": ["abc" * 99], "val": ["abc" * 99]})
@@ -869,24 +871,48 @@ def test_f69_a_text_file_in_parts_has_the_ids_of_the_whole(tmp_path, name, monke
 
 
 @pytest.mark.parametrize(
-    ("name", "size", "gpu", "config"),
+    ("name", "size", "gpu", "command"),
     [
-        ("notes", 257, True, "train_shakespeare_char.py"),
-        ("notes", 257, False, "train_shakespeare_char_cpu.py"),
-        ("notes", 50257, False, "train_gpt2_muon.py"),
+        ("notes", 257, True, "train_shakespeare_char.py --dataset=notes --out_dir=out-notes"),
+        ("notes", 257, False, "train_shakespeare_char_cpu.py --dataset=notes --out_dir=out-notes"),
+        ("notes", 50257, False, "train_gpt2_muon.py --dataset=notes --out_dir=out-notes"),
         ("openwebtext", 50257, True, "train_openwebtext.py"),
+        ("fineweb_edu", 50257, True, "train_gpt2_muon.py"),
         ("stdlib_char", 257, False, "train_stdlib_char.py"),
+        ("shakespeare_char", 257, True, "train_shakespeare_char.py"),
+        ("shakespeare_char", 257, False, "train_shakespeare_char_cpu.py"),
+        ("shakespeare_smollm2", 49152, True, "finetune_shakespeare.py"),
+        ("smollm2", 49152, True, "train_gpt2_muon.py --dataset=smollm2 --out_dir=out-smollm2"),
     ],
 )
-def test_the_last_line_names_a_config_that_suits(
-    tmp_path, monkeypatch, capsys, name, size, gpu, config
+def test_the_last_line_is_a_command_that_trains(
+    tmp_path, monkeypatch, capsys, name, size, gpu, command
 ):
+    """Where a config trains on this data set, it is that config, without flags."""
     monkeypatch.setattr(prepare.shutil, "which", lambda _: "/bin/nvidia-smi" if gpu else None)
     monkeypatch.setattr(ByteTokenizer, "vocab_size", size)
     splits = {split: ["some text"] for split in ("train", "val")}
-    write_dataset(tmp_path / name, ByteTokenizer(), splits)
-    assert f"python train.py config/{config} --dataset=" in capsys.readouterr().out
-    assert (ROOT / "config" / config).exists()
+    write_dataset(tmp_path / "data" / name, ByteTokenizer(), splits)
+    assert capsys.readouterr().out.endswith(f"train on it with: python train.py config/{command}\n")
+    config, *flags = command.split()
+    read = resolve(read_settings(ROOT / "train.py"), [str(ROOT / "config" / config), *flags])
+    assert read["dataset"] == name
+
+
+def test_after_preparing_with_a_runs_tokenizer_the_last_line_finetunes_that_run(
+    run, sums, tmp_path, monkeypatch
+):
+    mine, text = tmp_path / "out-mine", tmp_path / "a.txt"
+    run("train.py", *TINY, f"--dataset={sums}", f"--out_dir={mine}", "--max_iters=1")
+    before = (mine / "ckpt.pt").read_bytes()
+    text.write_text("1+2=3\n" * 200, encoding="utf-8")
+    shown = run("data/text/prepare.py", f"--input={text}", f"--tokenizer=run:{mine}",
+                f"--out={tmp_path / 'mine'}")  # fmt: skip
+    command = shlex.split(shown.splitlines()[-1].partition("python ")[2])
+    monkeypatch.chdir(ROOT)
+    shown = run(*command, "--max_iters=1", "--eval_iters=1", "--device=cpu", "--compile=False")
+    assert "finished at iteration 1" in shown and (mine / "ckpt.pt").read_bytes() == before
+    assert (tmp_path / "out-mine-finetuned" / "ckpt.pt").exists()
 
 
 def test_ones_own_bpe_is_trained_kept_and_exported(run, tmp_path):

@@ -1008,6 +1008,8 @@ def test_a_batch_size_alone_is_said_to_change_the_global_batch(run, sums, tmp_pa
     for arguments, end in (
         (["--batch_size=5"], "20 sequences instead of 12; --gradient_accumulation_steps=2 makes "
          "it 10"),
+        (["--batch_size=4"], "16 sequences instead of 12; --gradient_accumulation_steps=3 makes "
+         "it 12"),
         (["--batch_size=3"], None),
         (["--batch_size=2", "--gradient_accumulation_steps=4"], None),
     ):  # fmt: skip
@@ -1015,6 +1017,10 @@ def test_a_batch_size_alone_is_said_to_change_the_global_batch(run, sums, tmp_pa
         settings = read_settings(ROOT / "train.py")
         note = batch_note(settings, resolve(settings, sys.argv[1:]))
         assert note is None if end is None else note.endswith(end)
+    config.write_text("batch_size = 3\n", encoding="utf-8")
+    monkeypatch.setattr(sys, "argv", ["train.py", str(config), "--batch_size=200"])
+    asked = resolve(settings, sys.argv[1:]) | {"gradient_accumulation_steps": 1}
+    assert batch_note(settings, asked).endswith("200 sequences instead of 3")  # 1 is the best
 
 
 def test_flags_that_a_model_of_given_weights_does_not_follow_are_named(monkeypatch):
