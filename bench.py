@@ -52,6 +52,7 @@ with tempfile.TemporaryDirectory() as folder:
     Path(folder, "meta.json").write_text(
         f'{{"vocab_size": {vocab_size}, "dtype": "{dtype}"}}', encoding="utf-8"
     )
+    print(f"timing {steps} steps of train.py after {warmup_steps}", file=sys.stderr)
     own = ("--steps", "--warmup_steps", "--processes")
     command = [sys.executable, str(HERE / "train.py")]
     command += [argument for argument in sys.argv[1:] if argument.partition("=")[0] not in own]

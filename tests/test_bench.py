@@ -18,8 +18,9 @@ def test_bench_times_the_real_training_step_and_turns_compares_checkouts(
 ):
     arguments = [*TINY, f"--dataset={sums}", "--steps=3", "--warmup_steps=2"]
     process = fork("bench.py", *arguments)
-    shown = process.stdout.read()
+    announced, _, shown = process.stdout.read().partition("\n")
     assert process.wait() == 0, shown
+    assert announced == "timing 3 steps of train.py after 2"
     assert "vocabulary 13 (64 with padding)" in shown
     values = dict(re.findall(r"^(tokens/s|ms per step|spread) +([\d.,]+)", shown, re.MULTILINE))
     tokens_per_s = float(values["tokens/s"].replace(",", ""))
