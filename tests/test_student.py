@@ -342,7 +342,7 @@ def edited(edit: Edit, copy: Path) -> Path:
     return copy
 
 
-OURS = ("model", "convert", "configurator", "steady")
+OURS = ("model", "convert", "configurator")  # steady is not copied
 
 
 def forget_project():
