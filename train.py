@@ -243,7 +243,6 @@ def save(path: Path, content: dict, overwrite: bool = True) -> bool:
     return saved
 
 
-stop_request = StopRequest(process, saves=not eval_only)
 trace = start_profiler(out_path, profile and process.master, log.line)
 
 # -----------------------------------------------------------------------------
@@ -262,7 +261,8 @@ micro_batches = loader.micro_batches(iter_num)
 # there was no error, only rank 0 goes on below the loop; the other ranks exit
 log.start_clock(iter_num, sequences_per_iter * block_size, raw_model.flops_per_token(), process)
 skipped = torch.zeros((), device=process.device)  # consecutive steps with non-finite gradients
-stopping = stop_request.stop_requested()
+stop_request = StopRequest(process, saves=not eval_only)  # an earlier signal ends the run at once
+stopping = False
 saving = Saving(ckpt_path, training_state, process, not eval_only, fit.memory_flags, log.line)
 with saving:
     while not stopping:
