@@ -6,6 +6,7 @@ import logging
 import os
 import pty
 import random
+import re
 import shlex
 import shutil
 import signal
@@ -19,7 +20,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, TINY, skip_until
+from conftest import ROOT, TINY, skip_until, wait_until
 
 import model as model_file
 from configurator import architecture_note, batch_note, read_settings, resolve
@@ -43,6 +44,13 @@ def evaluations(out):
 
 def losses(out):
     return [entry["loss"] for entry in steps(out)]
+
+
+def catches_sigterm(process):
+    """Whether a run's training loop has begun. (Only its first evaluation or step would print.)"""
+    status = Path(f"/proc/{process.pid}/status").read_text()
+    caught = int(re.search(r"^SigCgt:\s*(\w+)", status, re.MULTILINE).group(1), 16)
+    return caught >> (signal.SIGTERM - 1) & 1
 
 
 @contextlib.contextmanager
@@ -336,7 +344,7 @@ def test_f31_a_signal_ends_an_evaluation_which_the_resumed_run_makes_again(
     often = [f"--dataset={sums}", "--max_iters=12", "--eval_interval=10", "--dropout=0.1"]
     process = fork("train.py", *TINY, *often, f"--out_dir={tmp_path / 'parts'}",
                    "--eval_iters=20000", "--init_from=scratch")  # fmt: skip
-    skip_until(process, "settings")  # the first evaluation comes next
+    wait_until(lambda: catches_sigterm(process))  # the first evaluation comes next
     time.sleep(0.5)
     process.send_signal(signal.SIGTERM)
     began, rest = time.monotonic(), process.stdout.read()
@@ -399,8 +407,8 @@ def test_f19_a_signal_between_two_log_lines_saves_no_ruined_weights(
 def test_second_signal_stops_at_once(fork, sums, tmp_path):
     more = [f"--dataset={sums}", f"--out_dir={tmp_path}", "--gradient_accumulation_steps=100000"]
     process = fork("train.py", *TINY, *more, "--eval_interval=0")
-    skip_until(process, "settings")
-    time.sleep(1.0)
+    wait_until(lambda: catches_sigterm(process))
+    time.sleep(0.5)
     process.send_signal(signal.SIGINT)
     time.sleep(0.5)
     assert process.poll() is None  # still in the first step
