@@ -160,7 +160,8 @@ def available_memory_gib(device: torch.device) -> float:
     for name in ("memory.max", "memory/memory.limit_in_bytes"):  # of a container
         with contextlib.suppress(OSError, ValueError):  # "max": no limit
             found.append(int(Path("/sys/fs/cgroup", name).read_text(encoding="utf-8")))
-    return min(found) / 2**30 / int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # set by torchrun
+    processes = os.environ.get("LOCAL_WORLD_SIZE", "")  # set by torchrun
+    return min(found) / 2**30 / max(1, int(processes) if processes.isdecimal() else 1)
 
 
 def to_host_async(*scalars: Tensor) -> Callable[[], list[float]]:
