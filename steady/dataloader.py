@@ -35,10 +35,11 @@ SCAN_TOKENS = 2**28  # ids checked when a file is opened; the rest are checked a
 def dataset_folder(dataset: str) -> Path:
     """The folder with train.bin: data/`dataset`, else the path `dataset`. If the name starts with a
     dot, the path comes first."""
-    places = [Path(__file__).parents[1] / "data" / dataset, Path(dataset)]
-    if dataset.startswith("."):
-        places.reverse()
-    return next((place for place in places if (place / "train.bin").exists()), places[0])
+    named, path = Path(__file__).parents[1] / "data" / dataset, Path(dataset)
+    for place in (path, named) if dataset.startswith(".") else (named, path):
+        if (place / "train.bin").exists():
+            return place
+    return path if "/" in dataset else named
 
 
 def read_meta(folder: Path) -> dict[str, Any]:

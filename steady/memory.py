@@ -65,11 +65,14 @@ def require_room(config: dict[str, Any], process: Process) -> None:
     available_gib = hardware.available_memory_gib(process.device)
     owner = process.device if process.world_size == 1 else "each process"
     if needed > 1.5 * available_gib:
+        hopeless = rough_gib(config, 0, process) > available_gib  # the weights do not fit
+        remedy = "a smaller model"
+        if not hopeless:
+            remedy = f"{checkpointing(config)}a smaller model or block_size"
         raise UserError(
             f"a model of n_layer={config['n_layer']}, n_embd={config['n_embd']}, "
             f"vocab_size={config['vocab_size']} takes about {needed:,.1f} GiB to train with one "
-            f"sequence, but {owner} has {available_gib:.1f} GiB: use "
-            f"{checkpointing(config)}a smaller model or block_size"
+            f"sequence, but {owner} has {available_gib:.1f} GiB: use {remedy}"
         )
 
 
@@ -112,7 +115,7 @@ def fit(
         steps = sequences // size
         return f"--batch_size={size} --gradient_accumulation_steps={steps} --eval_iters={evals}"
 
-    lines = []
+    lines, failed = [], False
     while sizes:
         model, failure = attempt(trial, sizes[0], process, plan)
         if not (failure if process.shards_model else distributed.any_process(bool(failure))):
@@ -127,7 +130,7 @@ def fit(
                 "(TORCHDYNAMO_VERBOSE=1 shows the whole error, --compile=False skips compiling)"
             )
         else:
-            sizes = sizes[1:]
+            sizes, failed = sizes[1:], True
     else:
         raise UserError(
             f"out of memory: use {checkpointing(config)}a smaller batch_size (with more "
@@ -135,9 +138,10 @@ def fit(
         )
     size = sizes[0]
     if size != config["batch_size"]:
+        reason = "out of memory" if failed else "too little memory, by an estimate"
         lines.append(
-            f"out of memory: going on with {flags(size)}, the same global batch; pass these flags "
-            "to start with this split next time"
+            f"{reason}: going on with {flags(size)}, the same global batch; pass these flags to "
+            "start with this split next time"
         )
     if plan.cuda_graphs:
         lines.append(compiling.graphs_report())

@@ -372,16 +372,19 @@ def complete(folder: Path, tokenizer: Tokenizer, done: dict[str, Any]) -> None:
 
 def say_how_to_train(folder: Path, tokenizer: Tokenizer, name: str = "") -> None:
     """Print the command that trains on a data set: with its own config, or with one for its kind of
-    tokens. With the tokenizer of a run (if `name` is run:FOLDER) it finetunes that run."""
-    dataset = folder.name if folder.resolve().parent.name == "data" else str(folder)
-    small = tokenizer.vocab_size < 1024
-    endings = (".py",) if shutil.which("nvidia-smi") else ("_cpu.py", ".py")
-    own, default = (
-        [f"train_{stem}{end}" for end in endings if (CONFIGS / f"train_{stem}{end}").exists()]
-        for stem in (dataset, "shakespeare_char" if small else "gpt2_muon")
-    )
+    tokens and this machine. With a run's tokenizer (`name` is run:FOLDER) it finetunes that run."""
+    root, folder = CONFIGS.parent, Path(os.path.abspath(folder))
+    gpu = shutil.which("nvidia-smi")
+    dataset = folder.name if folder.parent.resolve() == (root / "data").resolve() else str(folder)
+
+    def configs_named(stem: str) -> list[str]:
+        names = [f"train_{stem}{end}" for end in ((".py",) if gpu else ("_cpu.py", ".py"))]
+        return [name for name in names if (CONFIGS / name).exists()]
+
+    own = configs_named(dataset)
     own += [path.name for path in configs_for(dataset) if not path.name.startswith("eval")]
-    config, flags = (own or default)[0], []
+    kind = "gpt2_muon" if gpu and tokenizer.vocab_size >= 1024 else "shakespeare_char"
+    config, flags = (own or configs_named(kind))[0], []
     if name.startswith("run:"):
         run, content = run_named(name)
         config = "finetune_shakespeare.py"
@@ -389,10 +392,9 @@ def say_how_to_train(folder: Path, tokenizer: Tokenizer, name: str = "") -> None
                  f"--block_size={content['model_config']['block_size']}"]  # fmt: skip
     elif not own:
         flags = [f"--dataset={dataset}", f"--out_dir=out-{folder.name}"]
-    print(
-        f"vocabulary size {tokenizer.vocab_size:,}; train on it with: "
-        f"python train.py config/{shlex.join([config, *flags])}"
-    )
+    here = Path(os.path.relpath(root))
+    command = shlex.join(["python", str(here / "train.py"), str(here / "config" / config), *flags])
+    print(f"vocabulary size {tokenizer.vocab_size:,}; train on it with: {command}")
 
 
 def unigram_entropy(path: Path, tokenizer: Tokenizer) -> float:
@@ -605,6 +607,8 @@ def run_named(name: str) -> tuple[Path, dict[str, Any]]:
 
     path = Path(name.removeprefix("run:"))
     file = path if path.is_file() else checkpoint.find(path)
+    if not file.exists():
+        raise UserError(f"--tokenizer={name}: there is no checkpoint of a run at {file}")
     return file.parent, checkpoint.load(file)
 
 

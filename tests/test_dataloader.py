@@ -204,6 +204,8 @@ def test_missing_data_set_says_which_command_prepares_it(tmp_path):
         read_meta(tmp_path)
     with pytest.raises(ValueError, match="data/text/prepare.py --input=FILE --out=.*nowhere"):
         read_meta(tmp_path / "nowhere")
+    with pytest.raises(ValueError, match="no data set at data/nowhere .*--out=data/nowhere$"):
+        DataSet("data/nowhere")
     with pytest.raises(ValueError, match="first lines of config/eval_pretrained.py show"):
         read_meta(tmp_path / "smollm2")
 

@@ -126,7 +126,9 @@ def test_a_cpu_tries_no_batch_that_takes_all_of_its_memory_by_the_estimate(monke
     more memory than there is."""
     monkeypatch.setattr(hardware, "available_memory_gib", lambda device: 14.0)
     trial = runs_out_above(1000)
-    assert fit_alone(trial, 16).batch_size == 8 and trial.tried == [8]
+    found = fit_alone(trial, 16)
+    assert found.batch_size == 8 and trial.tried == [8]
+    assert "too little memory, by an estimate: going on with --batch_size=8" in found.report
 
 
 def test_processes_on_one_machine_share_its_memory(monkeypatch):
@@ -142,6 +144,13 @@ def test_checkpointing_is_advised_only_where_it_is_not_in_use(monkeypatch):
     with pytest.raises(ValueError, match="out of memory: use a smaller batch_size"):
         fit_alone(runs_out_above(0), 8, **block)
     monkeypatch.setattr(hardware, "available_memory_gib", lambda device: 1.0)
+    with pytest.raises(ValueError, match="but cpu has 1.0 GiB: use a smaller model$"):
+        require_room(GPT2 | {"n_layer": 48}, Process())  # the weights alone do not fit
+    wide = {"block_size": 32768}
+    with pytest.raises(ValueError, match="use --activation_checkpointing=block, or a smaller mo"):
+        require_room(GPT2 | wide | {"n_layer": 2}, Process())
+    with pytest.raises(ValueError, match="has 1.0 GiB: use a smaller model or block_size"):
+        require_room(GPT2 | wide | block | {"n_layer": 2}, Process())
     with pytest.raises(ValueError, match="each process has 1.0 GiB: use a smaller model"):
         require_room(GPT2 | block | {"n_layer": 200}, Process(0, 0, 2, "fsdp"))
 

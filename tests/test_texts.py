@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -875,7 +876,13 @@ def test_f69_a_text_file_in_parts_has_the_ids_of_the_whole(tmp_path, name, monke
     [
         ("notes", 257, True, "train_shakespeare_char.py --dataset=notes --out_dir=out-notes"),
         ("notes", 257, False, "train_shakespeare_char_cpu.py --dataset=notes --out_dir=out-notes"),
-        ("notes", 50257, False, "train_gpt2_muon.py --dataset=notes --out_dir=out-notes"),
+        ("notes", 50257, True, "train_gpt2_muon.py --dataset=notes --out_dir=out-notes"),
+        (
+            "notes",
+            50257,
+            False,
+            "train_shakespeare_char_cpu.py --dataset=notes --out_dir=out-notes",
+        ),
         ("openwebtext", 50257, True, "train_openwebtext.py"),
         ("fineweb_edu", 50257, True, "train_gpt2_muon.py"),
         ("stdlib_char", 257, False, "train_stdlib_char.py"),
@@ -891,12 +898,32 @@ def test_the_last_line_is_a_command_that_trains(
     """Where a config trains on this data set, it is that config, without flags."""
     monkeypatch.setattr(prepare.shutil, "which", lambda _: "/bin/nvidia-smi" if gpu else None)
     monkeypatch.setattr(ByteTokenizer, "vocab_size", size)
+    (tmp_path / "config").symlink_to(ROOT / "config")
+    monkeypatch.setattr(prepare, "CONFIGS", tmp_path / "config")
+    monkeypatch.chdir(tmp_path)
     splits = {split: ["some text"] for split in ("train", "val")}
     write_dataset(tmp_path / "data" / name, ByteTokenizer(), splits)
     assert capsys.readouterr().out.endswith(f"train on it with: python train.py config/{command}\n")
     config, *flags = command.split()
     read = resolve(read_settings(ROOT / "train.py"), [str(ROOT / "config" / config), *flags])
     assert read["dataset"] == name
+
+
+@pytest.mark.parametrize("out", ["data/stdlib_char", "stdlib_char"])
+def test_a_data_set_elsewhere_is_named_by_its_path(tmp_path, monkeypatch, capsys, out):
+    """data/ means the repository's: another data set may have the same name there."""
+    monkeypatch.chdir(tmp_path)
+    write_dataset(out, ByteTokenizer(), {split: ["some text"] for split in ("train", "val")})
+    shown = capsys.readouterr().out.splitlines()[-1]
+    script, config, *flags = shlex.split(shown.partition("train on it with: python ")[2])
+    assert Path(script).resolve() == ROOT / "train.py" and Path(config).exists()
+    read = resolve(read_settings(ROOT / "train.py"), [config, *flags])
+    assert read["dataset"] == str(tmp_path / out) and read["out_dir"] == "out-stdlib_char"
+
+
+def test_a_run_without_a_checkpoint_has_no_tokenizer():
+    with pytest.raises(ValueError, match="--tokenizer=run:nowhere: there is no checkpoint of a"):
+        prepare.tokenizer_named("run:nowhere", False)
 
 
 def test_after_preparing_with_a_runs_tokenizer_the_last_line_finetunes_that_run(
@@ -1068,6 +1095,7 @@ def test_f83_other_peoples_token_files_and_tokenizers_stay(run, tmp_path):
 
 SLOW = """
 import time
+from pathlib import Path
 from steady import prepare
 encode = prepare.encode_document
 def slow(tokenizer, piece):
