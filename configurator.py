@@ -15,6 +15,7 @@ Any other name must be a setting. The comment after an assignment is its `--help
 """
 
 import ast
+import contextlib
 import difflib
 import math
 import os
@@ -172,8 +173,12 @@ def script_of(namespace: dict[str, Any]) -> str:
 
 def configs_for(dataset: str) -> list[Path]:
     """The files in config/ that set this `dataset`."""
-    return [path for path in sorted(CONFIGS.glob("*.py"))
-            if f'\ndataset = "{dataset}"\n' in path.read_text(encoding="utf-8")]  # fmt: skip
+    found, line = [], f'\ndataset = "{dataset}"\n'
+    for path in sorted(CONFIGS.glob("[!.]*.py")):
+        with contextlib.suppress(OSError):
+            if line in path.read_text(encoding="utf-8", errors="replace"):
+                found.append(path)
+    return found
 
 
 def flags_given() -> set[str]:

@@ -243,6 +243,7 @@ def save(path: Path, content: dict, overwrite: bool = True) -> bool:
     return saved
 
 
+stop_request = StopRequest(process, saves=not eval_only)
 trace = start_profiler(out_path, profile and process.master, log.line)
 
 # -----------------------------------------------------------------------------
@@ -261,8 +262,8 @@ micro_batches = loader.micro_batches(iter_num)
 # there was no error, only rank 0 goes on below the loop; the other ranks exit
 log.start_clock(iter_num, sequences_per_iter * block_size, raw_model.flops_per_token(), process)
 skipped = torch.zeros((), device=process.device)  # consecutive steps with non-finite gradients
-stop_request = StopRequest(process, saves=not eval_only)  # an earlier signal ends the run at once
-stopping = False
+stop_request.training = True  # until here, a signal ended the run at once
+stopping = stop_request.stop_requested()
 saving = Saving(ckpt_path, training_state, process, not eval_only, fit.memory_flags, log.line)
 with saving:
     while not stopping:

@@ -18,6 +18,8 @@ has starting points for other sizes.
 
 wandb_run_name = "gpt2-124M-muon"
 
+dataset = "openwebtext"
+
 n_head = 6
 qk_norm = True
 

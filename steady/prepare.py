@@ -376,21 +376,22 @@ def say_how_to_train(folder: Path, tokenizer: Tokenizer, name: str = "") -> None
     root, folder = CONFIGS.parent, Path(os.path.abspath(folder))
     gpu = shutil.which("nvidia-smi")
     dataset = folder.name if folder.parent.resolve() == (root / "data").resolve() else str(folder)
-
-    def configs_named(stem: str) -> list[str]:
-        names = [f"train_{stem}{end}" for end in ((".py",) if gpu else ("_cpu.py", ".py"))]
-        return [name for name in names if (CONFIGS / name).exists()]
-
-    own = configs_named(dataset)
-    own += [path.name for path in configs_for(dataset) if not path.name.startswith("eval")]
-    kind = "gpt2_muon" if gpu and tokenizer.vocab_size >= 1024 else "shakespeare_char"
-    config, flags = (own or configs_named(kind))[0], []
+    own = [path.name for path in configs_for(dataset) if not path.name.startswith("eval")]
+    own.sort(key=lambda config: config.endswith("_cpu.py") is bool(gpu))
     if name.startswith("run:"):
-        run, content = run_named(name)
+        file, content = run_named(name)
+        tokens = read_json(folder / "meta.json")["tokens"].values()
+        block_size = min(content["model_config"]["block_size"], *(n - 1 for n in tokens))
+        out_dir = os.path.relpath(os.path.abspath(file.parent) + "-finetuned")
         config = "finetune_shakespeare.py"
-        flags = [f"--init_from={run}", f"--dataset={dataset}", f"--out_dir={run}-finetuned",
-                 f"--block_size={content['model_config']['block_size']}"]  # fmt: skip
-    elif not own:
+        flags = [f"--init_from={file}", f"--dataset={dataset}", f"--out_dir={out_dir}",
+                 f"--block_size={block_size}"]  # fmt: skip
+    elif own:
+        config, flags = own[0], []
+    else:
+        config = "train_shakespeare_char.py" if gpu else "train_shakespeare_char_cpu.py"
+        if gpu and tokenizer.vocab_size >= 1024:
+            config = "train_gpt2_muon.py"
         flags = [f"--dataset={dataset}", f"--out_dir=out-{folder.name}"]
     here = Path(os.path.relpath(root))
     command = shlex.join(["python", str(here / "train.py"), str(here / "config" / config), *flags])
@@ -602,14 +603,14 @@ def tokenizer_named(name: str, special_tokens: bool) -> Tokenizer:
 
 
 def run_named(name: str) -> tuple[Path, dict[str, Any]]:
-    """The folder and the checkpoint of run:FOLDER (or run:FILE)."""
+    """The file of run:FOLDER (or run:FILE), and its checkpoint."""
     from steady import checkpoint  # which needs torch
 
     path = Path(name.removeprefix("run:"))
     file = path if path.is_file() else checkpoint.find(path)
     if not file.exists():
         raise UserError(f"--tokenizer={name}: there is no checkpoint of a run at {file}")
-    return file.parent, checkpoint.load(file)
+    return file, checkpoint.load(file)
 
 
 def train_own_bpe(folder: Path, name: str, texts: Iterable[str]) -> Tokenizer:

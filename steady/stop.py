@@ -45,6 +45,8 @@ def on_signals(names: Sequence[str], handler: Callable) -> None:
 
 class StopRequest:
     """Records the first signal. The run then finishes its step or leaves its evaluation, and saves.
+    Before `training` is set there is nothing to save, and a signal ends the process at once. (The
+    default handlers would not: Linux drops their signals for the first process of a container.)
 
     A second Ctrl-C ends a run with a single process at once. (torchrun forwards one Ctrl-C several
     times.) Repeats of other signals are ignored: nobody types SIGTERM, and a wrapper may send it
@@ -53,7 +55,7 @@ class StopRequest:
     """
 
     def __init__(self, process: Process, saves: bool = True):
-        self.received, self.process = False, process
+        self.received, self.training, self.process = False, False, process
         if saves:
             names = "SIGINT", "SIGTERM", "SIGHUP", "SIGXCPU", "SIGUSR1", "SIGUSR2"
             on_signals(names, self.receive)
@@ -65,6 +67,8 @@ class StopRequest:
     def receive(self, signum: int, frame: object) -> None:
         typed = signum == signal.SIGINT and self.process.world_size == 1 and not self.received
         self.received = True
+        if not self.training:
+            raise KeyboardInterrupt if signum == signal.SIGINT else SystemExit(128 + signum)
         # restore the default handler: raising here could deadlock the reader thread
         signal.signal(signum, signal.SIG_DFL if typed else signal.SIG_IGN)
         if not typed:

@@ -207,7 +207,9 @@ def test_missing_data_set_says_which_command_prepares_it(tmp_path):
     with pytest.raises(ValueError, match="no data set at data/nowhere .*--out=data/nowhere$"):
         DataSet("data/nowhere")
     with pytest.raises(ValueError, match="first lines of config/eval_pretrained.py show"):
-        read_meta(tmp_path / "smollm2")
+        DataSet("smollm2")
+    with pytest.raises(ValueError, match="data/text/prepare.py --input=FILE"):
+        read_meta(tmp_path / "smollm2")  # that config does not make this one
 
 
 def test_missing_validation_file_and_broken_meta_are_named(tmp_path):

@@ -499,7 +499,7 @@ def test_f15_one_process_out_of_memory_makes_all_split_further(launch, alone, tm
 ONE_HAS_LITTLE = """
 import os
 from steady import distributed, hardware
-hardware.available_memory_gib = lambda device: (1.0, 0.0005)[int(os.environ["RANK"])]
+hardware.available_memory_gib = lambda device: (1.0, 0.0008)[int(os.environ["RANK"])]
 keep_unsharded = distributed.keep_unsharded
 distributed.keep_unsharded = lambda model: (print("keeps gathered weights"), keep_unsharded(model))
 """
@@ -572,7 +572,7 @@ def test_f15_with_fsdp_all_processes_split_by_the_estimate(launch, alone, tmp_pa
 
 
 def test_f21_fsdp_keeps_gathered_weights_where_there_is_room(launch, alone, tmp_path):
-    plenty = ONE_HAS_LITTLE.replace("0.0005", "1.0")
+    plenty = ONE_HAS_LITTLE.replace("0.0008", "1.0")
     shown = launch(2, tmp_path, "--parallel=fsdp", code=plenty)
     assert all("keeps gathered" in text for text in shown)
     assert_same_curve(tmp_path, alone)

@@ -884,6 +884,7 @@ def test_f69_a_text_file_in_parts_has_the_ids_of_the_whole(tmp_path, name, monke
             "train_shakespeare_char_cpu.py --dataset=notes --out_dir=out-notes",
         ),
         ("openwebtext", 50257, True, "train_openwebtext.py"),
+        ("gpt2", 50257, True, "train_gpt2_muon.py --dataset=gpt2 --out_dir=out-gpt2"),
         ("fineweb_edu", 50257, True, "train_gpt2_muon.py"),
         ("stdlib_char", 257, False, "train_stdlib_char.py"),
         ("shakespeare_char", 257, True, "train_shakespeare_char.py"),
@@ -932,7 +933,7 @@ def test_after_preparing_with_a_runs_tokenizer_the_last_line_finetunes_that_run(
     mine, text = tmp_path / "out-mine", tmp_path / "a.txt"
     run("train.py", *TINY, f"--dataset={sums}", f"--out_dir={mine}", "--max_iters=1")
     before = (mine / "ckpt.pt").read_bytes()
-    text.write_text("1+2=3\n" * 200, encoding="utf-8")
+    text.write_text("1+2=3\n" * 20, encoding="utf-8")  # val.bin is shorter than the run's context
     shown = run("data/text/prepare.py", f"--input={text}", f"--tokenizer=run:{mine}",
                 f"--out={tmp_path / 'mine'}")  # fmt: skip
     command = shlex.split(shown.splitlines()[-1].partition("python ")[2])

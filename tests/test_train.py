@@ -6,7 +6,6 @@ import logging
 import os
 import pty
 import random
-import re
 import shlex
 import shutil
 import signal
@@ -20,7 +19,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, TINY, skip_until, wait_until
+from conftest import ROOT, TINY, skip_until
 
 import model as model_file
 from configurator import architecture_note, batch_note, read_settings, resolve
@@ -46,20 +45,25 @@ def losses(out):
     return [entry["loss"] for entry in steps(out)]
 
 
-def catches_sigterm(process):
-    """Whether a run's training loop has begun. (Only its first evaluation or step would print.)"""
-    status = Path(f"/proc/{process.pid}/status").read_text()
-    caught = int(re.search(r"^SigCgt:\s*(\w+)", status, re.MULTILINE).group(1), 16)
-    return caught >> (signal.SIGTERM - 1) & 1
+# makes a run print "training" when its loop begins
+ANNOUNCE = """
+from steady.stop import StopRequest
+asked = StopRequest.stop_requested
+def announce(self):
+    StopRequest.stop_requested = asked
+    print("training", flush=True)
+    return asked(self)
+StopRequest.stop_requested = announce
+"""
 
 
 @contextlib.contextmanager
-def interrupted_set_up(monkeypatch):
-    """Runs in this context get a Ctrl-C before they find the batch size that fits."""
+def interrupted_set_up(monkeypatch, signum=signal.SIGINT):
+    """Runs in this context get a signal before they find the batch size that fits."""
     fit = memory.fit
 
     def request_and_fit(*arguments):
-        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signum)
         return fit(*arguments)
 
     with monkeypatch.context() as patch:
@@ -343,8 +347,8 @@ def test_f31_a_signal_ends_an_evaluation_which_the_resumed_run_makes_again(
 ):
     often = [f"--dataset={sums}", "--max_iters=12", "--eval_interval=10", "--dropout=0.1"]
     process = fork("train.py", *TINY, *often, f"--out_dir={tmp_path / 'parts'}",
-                   "--eval_iters=20000", "--init_from=scratch")  # fmt: skip
-    wait_until(lambda: catches_sigterm(process))  # the first evaluation comes next
+                   "--eval_iters=20000", "--init_from=scratch", code=ANNOUNCE)  # fmt: skip
+    skip_until(process, "training")  # the first evaluation comes next
     time.sleep(0.5)
     process.send_signal(signal.SIGTERM)
     began, rest = time.monotonic(), process.stdout.read()
@@ -406,8 +410,8 @@ def test_f19_a_signal_between_two_log_lines_saves_no_ruined_weights(
 
 def test_second_signal_stops_at_once(fork, sums, tmp_path):
     more = [f"--dataset={sums}", f"--out_dir={tmp_path}", "--gradient_accumulation_steps=100000"]
-    process = fork("train.py", *TINY, *more, "--eval_interval=0")
-    wait_until(lambda: catches_sigterm(process))
+    process = fork("train.py", *TINY, *more, "--eval_interval=0", code=ANNOUNCE)
+    skip_until(process, "training")
     time.sleep(0.5)
     process.send_signal(signal.SIGINT)
     time.sleep(0.5)
@@ -427,7 +431,7 @@ from steady.stop import StopRequest
 locked = threading.Lock()
 locked.acquire()
 threading.Thread(target=locked.acquire).start()
-StopRequest(Process())
+StopRequest(Process()).training = True
 print("ready", flush=True)
 while True:
     time.sleep(0.1)
@@ -441,10 +445,16 @@ while True:
 
 
 def test_ctrl_c_before_training_ends_the_run_at_once(run, sums, tmp_path, monkeypatch):
-    """There is nothing to save, and compiling or splitting a batch can take minutes."""
-    with interrupted_set_up(monkeypatch), pytest.raises(KeyboardInterrupt):
+    """There is nothing to save, and compiling or splitting a batch can take minutes. (In a shell's
+    background a process ignores SIGINT, and the first process of a container has no defaults.)"""
+    for default in (signal.default_int_handler, signal.SIG_IGN):
+        signal.signal(signal.SIGINT, default)
+        with interrupted_set_up(monkeypatch), pytest.raises(KeyboardInterrupt):
+            train(run, tmp_path, sums)
+        assert not steps(tmp_path) and not (tmp_path / "ckpt.pt").exists()
+    with interrupted_set_up(monkeypatch, signal.SIGTERM), pytest.raises(SystemExit) as ended:
         train(run, tmp_path, sums)
-    assert not steps(tmp_path) and not (tmp_path / "ckpt.pt").exists()
+    assert ended.value.code == 128 + signal.SIGTERM
 
 
 def test_first_signal_stops_what_saves_nothing(fork, sums, tmp_path):
