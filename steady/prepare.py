@@ -377,7 +377,7 @@ def say_how_to_train(folder: Path, tokenizer: Tokenizer, name: str = "") -> None
     gpu = shutil.which("nvidia-smi")
     dataset = folder.name if folder.parent.resolve() == (root / "data").resolve() else str(folder)
     own = [path.name for path in configs_for(dataset) if not path.name.startswith("eval")]
-    own.sort(key=lambda config: config.endswith("_cpu.py") is bool(gpu))
+    own.sort(key=lambda config: config.endswith("_cpu.py") is bool(gpu))  # this machine's first
     if name.startswith("run:"):
         file, content = run_named(name)
         tokens = read_json(folder / "meta.json")["tokens"].values()
