@@ -4,7 +4,8 @@ A pre-norm decoder without biases. Its layout is that of Hugging Face's Llama (w
 Qwen3), so weights convert without permutation. It is plain torch: change any line. Sampling is in
 steady/generate.py. The loss (steady/loss.py) never holds a whole batch's logits.
 
-Shapes: B batch, T tokens, C n_embd, H n_head, K n_kv_head, D head_dim, V vocab_size.
+Shapes: B = batch size, T = tokens, C = n_embd, H = n_head, K = n_kv_head, D = head_dim,
+V = vocab_size.
 """
 
 import contextlib
@@ -113,7 +114,8 @@ class RMSNorm(nn.Module):
 def rope_tables(positions: Tensor, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
     """Cosines and sines for `apply_rope` at `positions` (T,): two float32 tables (T, 1, D).
 
-    Each position's rows are (cos t, cos t) and (-sin t, sin t), where t are its D / 2 angles.
+    A position's rows are (cos t, cos t) and (-sin t, sin t), where t is the vector of its D / 2
+    angles.
     """
     pairs = torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float32)
     angles = positions[:, None, None].float() * theta ** (-pairs / head_dim)  # (T, 1, D / 2)
@@ -199,7 +201,7 @@ class Block(nn.Module):
 
 
 def fingerprint(weight: Tensor) -> tuple:
-    """Identify a weight by its values or, on the meta device, which has no values, by its id."""
+    """Identify a weight by its values, or by its id on the meta device, where it has none."""
     if weight.is_meta:
         return id(weight), weight._version  # the version counts in-place changes
     return weight.shape, weight.detach().sum(dtype=torch.float32).item()
@@ -232,19 +234,19 @@ class GPT(nn.Module):
         super().__init__()
         self.config = config
         random_state = torch.get_rng_state()
-        with torchs_initial_weights() as self.unset:  # init_weights redraws these
+        with torchs_initial_weights() as self.unset:  # weights that init_weights redraws
             self.token_embedding = nn.Embedding(config.vocab_size, config.n_embd)
             self.dropout = nn.Dropout(config.dropout)
             self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layer))
             self.final_norm = RMSNorm(config.n_embd, config.norm_eps)
             self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
-            self.cross_entropy = LinearCrossEntropy()  # lm_head and loss, a chunk of rows at a time
+            self.cross_entropy = LinearCrossEntropy()  # applies lm_head too, in chunks of rows
             if config.tied_embeddings:
                 self.lm_head.weight = self.token_embedding.weight
             for name in ("rope_cos", "rope_sin"):
                 self.register_buffer(name, torch.empty(0), persistent=False)
             self.compute_rope_tables()
-        # undo the layers' own random draws: the weights below depend on the seed alone
+        # undo the layers' own random draws, so that init_weights depends on the seed alone
         torch.set_rng_state(random_state)
         self.draws: dict[str, tuple[float, int]] = {}  # matrix name: (std, seed)
         self.init_weights()
@@ -303,7 +305,7 @@ class GPT(nn.Module):
         only the last position's logits (B, 1, V).
         """
         T = tokens.shape[1]
-        positions = slice(T) if cache is None else cache.reserve(T)  # of these T tokens
+        positions = slice(T) if cache is None else cache.reserve(T)  # positions of these T tokens
         rope = self.rope_cos[positions], self.rope_sin[positions]  # (T, 1, D) each
         x = self.token_embedding(tokens)  # (B, T, C)
         if compute_dtype(x) == torch.bfloat16:

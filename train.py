@@ -48,7 +48,7 @@ wandb_run_name = "gpt2"  # W&B run name
 dataset = "openwebtext"  # a folder in data/, or a path
 verify_data = False  # check the data files against meta.json's checksums first
 batch_size = 12  # sequences per micro-batch; split if out of memory (same global batch)
-gradient_accumulation_steps = 40  # micro-batches per iteration, of all GPUs together
+gradient_accumulation_steps = 40  # micro-batches per iteration, summed over all GPUs
 block_size = 1024  # context length: tokens per sequence
 seed = 1337  # for initial weights, data order and dropout
 # model
@@ -67,8 +67,8 @@ optimizer = "adamw"  # adamw, or muon (for the blocks' matrices; learns faster)
 learning_rate = 6e-4  # peak learning rate
 max_iters = 600000  # iterations to train for
 weight_decay = 1e-1  # for matrices and embeddings only
-beta1 = 0.9  # AdamW, alone or beside Muon: decay of the gradient's running mean
-beta2 = 0.95  # AdamW, alone or beside Muon: decay of the squared gradient's mean
+beta1 = 0.9  # AdamW (also beside Muon): decay of the gradient's running mean
+beta2 = 0.95  # AdamW (also beside Muon): decay of the squared gradient's running mean
 grad_clip = 1.0  # clip the gradient norm to this; 0.0: never
 # learning-rate schedule
 lr_schedule = "cosine"  # cosine, or wsd (warmup, stable, 1-sqrt decay)
@@ -79,11 +79,11 @@ min_lr = 6e-5  # final rate, often learning_rate / 10 or 0
 decay_fraction = 0.2  # wsd: share of the schedule spent decaying
 # system
 device = "auto"  # auto, cpu, cuda, cuda:N, mps
-dtype = "auto"  # to compute in: auto, float32, bfloat16, float16
+dtype = "auto"  # dtype for computation: auto, float32, bfloat16, float16
 compile = True  # torch.compile the model; falls back to eager and says why
 compile_mode = "default"  # default, reduce-overhead, max-autotune, max-autotune-no-cudagraphs
 fp8 = False  # FP8 matmuls in the blocks (NVIDIA Ada or newer; faster for wide models)
-activation_checkpointing = "none"  # none, selective (recompute all but attention), block
+activation_checkpointing = "none"  # none, selective (all but attention), block (whole blocks)
 parallel = "ddp"  # multi-GPU: ddp, or fsdp to shard a model too large for one GPU
 backend = "auto"  # for torch.distributed: auto, nccl, gloo
 profile = False  # trace a few steps to out_dir/trace.json
@@ -124,7 +124,7 @@ train_file, val_file = data.open(block_size, model_config.vocab_size)
 
 memory.require_room(config, process)  # refuse a model that cannot fit
 hardware.prepare(process.device, process.dtype, model_config.n_embd, block_size)
-with process.build_device:  # where the model trains; with fsdp the meta device
+with process.build_device:  # the device to train on; with fsdp the meta device
     raw_model = GPT(model_config)
 if eval_only:
     raw_model.requires_grad_(False)
@@ -141,10 +141,10 @@ scaler = torch.amp.GradScaler(process.device.type, enabled=process.dtype == torc
 if not eval_only:
     start.load_optimizer(opt, scaler)
 parameters = [p for p in raw_model.parameters() if p.requires_grad]
-static_gradients = optim.StaticGradients(parameters, plan.cuda_graphs)  # keeps .grad at its address
+static_gradients = optim.StaticGradients(parameters, plan.cuda_graphs)  # fixes .grad's address
 
-# sequences per iteration, and per evaluation of the training or validation data; splitting a batch
-# that does not fit changes neither
+# sequences per iteration, and per evaluation of one split. Both numbers stay the same if a batch
+# is split to fit into memory
 sequences_per_iter = batch_size * gradient_accumulation_steps
 eval_sequences = eval_iters * batch_size
 iter_num, best_val_loss = start.iter_num, start.best_val_loss
@@ -198,17 +198,17 @@ def trial(micro_batch_size: int) -> torch.nn.Module:
     model that ran."""
     model = compiling.compile_model(raw_model, plan, process.shards_model, activation_checkpointing)
     tokens = torch.zeros(micro_batch_size, block_size, dtype=torch.int64, device=process.device)
-    targets = torch.zeros_like(tokens)  # not `tokens`: compiled code would assume both are the same
+    targets = torch.zeros_like(tokens)  # a second tensor: compiled code would assume identity
     before = {name: buffer.detach().clone() for name, buffer in raw_model.named_buffers()}
     micro_steps = sequences_per_iter // process.world_size // micro_batch_size
-    # with CUDA graphs: warm up, record, replay; without: create .grad, then add to it
+    # with CUDA graphs 3 runs: warm up, record, replay; without: create .grad, then add to it
     runs = 0 if eval_only else 3 if plan.cuda_graphs else min(2, micro_steps)
     try:
         forward_backward(model, [(tokens, targets)] * runs)
         if eval_interval or eval_only:
             evaluate(model, [(tokens, targets, 1.0)])
     finally:
-        for holder in (opt, raw_model):  # raw_model too: opt may not have all parameters
+        for holder in (opt, raw_model):  # raw_model too: opt may lack some parameters
             holder.zero_grad(set_to_none=not plan.cuda_graphs)
         for name, buffer in raw_model.named_buffers():  # undo updates
             old = before.get(name, buffer)  # keep a buffer that the step created
@@ -259,10 +259,10 @@ micro_batches = loader.micro_batches(iter_num)
 
 # -----------------------------------------------------------------------------
 # training loop. On any exit, `saving` saves the state (except with fsdp after an error). If
-# there was no error, only rank 0 goes on below the loop; the other ranks exit
+# there was no error, only rank 0 continues past the loop; the other ranks exit
 log.start_clock(iter_num, sequences_per_iter * block_size, raw_model.flops_per_token(), process)
 skipped = torch.zeros((), device=process.device)  # consecutive steps with non-finite gradients
-stop_request.training = True  # until here, a signal ended the run at once
+stop_request.training = True  # before this line, a signal ends the run at once
 stopping = stop_request.stop_requested()
 saving = Saving(ckpt_path, training_state, process, not eval_only, fit.memory_flags, log.line)
 with saving:

@@ -10,10 +10,10 @@ for the first 60% of the run and then falls to zero. Increase max_iters for a lo
 docs/choosing.md explains how to resume from before the decay.
 
 The hour is an estimate: 2,000 iterations on another text took 19 minutes on two H100s (915,000
-tokens/s), so 3,250 take 31 minutes on two and an hour on one. That run had no loss spike, but
-overfitted: it read 209M tokens five times. The learning rate of 3e-3 beat 6e-3: after 100
-iterations on Debian's English manuals the validation losses were 2.65 and 2.81. docs/choosing.md
-has starting points for other sizes.
+tokens/s), so 3,250 take 31 minutes on two and an hour on one. The measured run had no loss spike,
+but it overfitted, because it read 209M tokens five times. The learning rate of 3e-3 beat 6e-3:
+after 100 iterations on Debian's English manuals the validation losses were 2.65 and 2.81.
+docs/choosing.md has starting points for other sizes.
 """
 
 wandb_run_name = "gpt2-124M-muon"

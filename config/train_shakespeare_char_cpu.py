@@ -34,4 +34,4 @@ decay_fraction = 0.4
 beta2 = 0.99
 warmup_iters = 0
 
-compile = False  # compiling pays only from the second run on
+compile = False  # compiling pays off only from the second run
