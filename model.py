@@ -201,7 +201,7 @@ class Block(nn.Module):
 
 
 def fingerprint(weight: Tensor) -> tuple:
-    """Identify a weight by its values, or by its id on the meta device, where it has none."""
+    """Identify a weight by its values. On the meta device, where it has no values, use its id."""
     if weight.is_meta:
         return id(weight), weight._version  # the version counts in-place changes
     return weight.shape, weight.detach().sum(dtype=torch.float32).item()

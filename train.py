@@ -48,7 +48,7 @@ wandb_run_name = "gpt2"  # W&B run name
 dataset = "openwebtext"  # a folder in data/, or a path
 verify_data = False  # check the data files against meta.json's checksums first
 batch_size = 12  # sequences per micro-batch; split if out of memory (same global batch)
-gradient_accumulation_steps = 40  # micro-batches per iteration, summed over all GPUs
+gradient_accumulation_steps = 40  # micro-batches per iteration, in total for all GPUs
 block_size = 1024  # context length: tokens per sequence
 seed = 1337  # for initial weights, data order and dropout
 # model
@@ -67,8 +67,8 @@ optimizer = "adamw"  # adamw, or muon (for the blocks' matrices; learns faster)
 learning_rate = 6e-4  # peak learning rate
 max_iters = 600000  # iterations to train for
 weight_decay = 1e-1  # for matrices and embeddings only
-beta1 = 0.9  # AdamW (also beside Muon): decay of the gradient's running mean
-beta2 = 0.95  # AdamW (also beside Muon): decay of the squared gradient's running mean
+beta1 = 0.9  # AdamW, also for what Muon leaves to it: decay of the gradient's mean
+beta2 = 0.95  # AdamW, also for what Muon leaves to it: of the squared gradient's mean
 grad_clip = 1.0  # clip the gradient norm to this; 0.0: never
 # learning-rate schedule
 lr_schedule = "cosine"  # cosine, or wsd (warmup, stable, 1-sqrt decay)
@@ -83,7 +83,7 @@ dtype = "auto"  # dtype for computation: auto, float32, bfloat16, float16
 compile = True  # torch.compile the model; falls back to eager and says why
 compile_mode = "default"  # default, reduce-overhead, max-autotune, max-autotune-no-cudagraphs
 fp8 = False  # FP8 matmuls in the blocks (NVIDIA Ada or newer; faster for wide models)
-activation_checkpointing = "none"  # none, selective (all but attention), block (whole blocks)
+activation_checkpointing = "none"  # recompute: none, selective (not attention), block (all)
 parallel = "ddp"  # multi-GPU: ddp, or fsdp to shard a model too large for one GPU
 backend = "auto"  # for torch.distributed: auto, nccl, gloo
 profile = False  # trace a few steps to out_dir/trace.json
@@ -141,7 +141,8 @@ scaler = torch.amp.GradScaler(process.device.type, enabled=process.dtype == torc
 if not eval_only:
     start.load_optimizer(opt, scaler)
 parameters = [p for p in raw_model.parameters() if p.requires_grad]
-static_gradients = optim.StaticGradients(parameters, plan.cuda_graphs)  # fixes .grad's address
+# CUDA graphs need every .grad to stay at the same address
+static_gradients = optim.StaticGradients(parameters, plan.cuda_graphs)
 
 # sequences per iteration, and per evaluation of one split. Both numbers stay the same if a batch
 # is split to fit into memory
@@ -198,7 +199,8 @@ def trial(micro_batch_size: int) -> torch.nn.Module:
     model that ran."""
     model = compiling.compile_model(raw_model, plan, process.shards_model, activation_checkpointing)
     tokens = torch.zeros(micro_batch_size, block_size, dtype=torch.int64, device=process.device)
-    targets = torch.zeros_like(tokens)  # a second tensor: compiled code would assume identity
+    # not `tokens` itself: compiled code would assume that both are always the same tensor
+    targets = torch.zeros_like(tokens)
     before = {name: buffer.detach().clone() for name, buffer in raw_model.named_buffers()}
     micro_steps = sequences_per_iter // process.world_size // micro_batch_size
     # with CUDA graphs 3 runs: warm up, record, replay; without: create .grad, then add to it

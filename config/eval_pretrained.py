@@ -4,7 +4,7 @@ r"""Evaluate a pretrained model as a baseline, on a data set made with its own t
         --out=data/smollm2
     python train.py config/eval_pretrained.py
 
-For another model, prepare a data set with that model's tokenizer, and pass its name:
+For another model, prepare a data set with that model's tokenizer, and pass both names:
 --init_from=Qwen/Qwen3-0.6B-Base --dataset=NAME.
 """
 
