@@ -34,7 +34,7 @@ from steady.stop import Saving, StopRequest, stop_message
 
 # output and evaluation
 out_dir = "out"  # folder for checkpoints and metrics.jsonl
-init_from = "scratch"  # scratch, resume (out_dir/ckpt.pt), or a run's folder, HF folder or hub ID
+init_from = "scratch"  # scratch, resume (out_dir/ckpt.pt), or finetune: a run, HF folder or hub ID
 eval_interval = 2000  # iterations between evaluations (and saves); 0: only save at the end
 eval_iters = 200  # evaluate on the same eval_iters * batch_size sequences each time
 eval_only = False  # evaluate once and exit
@@ -67,11 +67,11 @@ optimizer = "adamw"  # adamw, or muon (for the blocks' matrices; learns faster)
 learning_rate = 6e-4  # peak learning rate
 max_iters = 600000  # iterations to train for
 weight_decay = 1e-1  # for matrices and embeddings only
-beta1 = 0.9  # AdamW, also for what Muon leaves to it: decay of the gradient's mean
-beta2 = 0.95  # AdamW, also for what Muon leaves to it: of the squared gradient's mean
+beta1 = 0.9  # AdamW (also beside Muon): decay rate of the mean gradient
+beta2 = 0.95  # AdamW (also beside Muon): decay rate of the mean squared gradient
 grad_clip = 1.0  # clip the gradient norm to this; 0.0: never
 # learning-rate schedule
-lr_schedule = "cosine"  # cosine, or wsd (warmup, stable, 1-sqrt decay)
+lr_schedule = "cosine"  # cosine, or wsd (warmup, stable, decay as 1 - sqrt(x))
 decay_lr = True  # False: keep the rate constant after warmup
 warmup_iters = 2000  # iterations of linear warmup
 lr_decay_iters = 0  # iteration that reaches min_lr; 0: max_iters
@@ -83,7 +83,7 @@ dtype = "auto"  # dtype for computation: auto, float32, bfloat16, float16
 compile = True  # torch.compile the model; falls back to eager and says why
 compile_mode = "default"  # default, reduce-overhead, max-autotune, max-autotune-no-cudagraphs
 fp8 = False  # FP8 matmuls in the blocks (NVIDIA Ada or newer; faster for wide models)
-activation_checkpointing = "none"  # recompute: none, selective (not attention), block (all)
+activation_checkpointing = "none"  # recomputed in backward: none, selective (no attention), block
 parallel = "ddp"  # multi-GPU: ddp, or fsdp to shard a model too large for one GPU
 backend = "auto"  # for torch.distributed: auto, nccl, gloo
 profile = False  # trace a few steps to out_dir/trace.json
@@ -144,8 +144,8 @@ parameters = [p for p in raw_model.parameters() if p.requires_grad]
 # CUDA graphs need every .grad to stay at the same address
 static_gradients = optim.StaticGradients(parameters, plan.cuda_graphs)
 
-# sequences per iteration, and per evaluation of one split. Both numbers stay the same if a batch
-# is split to fit into memory
+# sequences per iteration, and per evaluation of train.bin or val.bin. Dividing a batch to fit into
+# memory changes neither number
 sequences_per_iter = batch_size * gradient_accumulation_steps
 eval_sequences = eval_iters * batch_size
 iter_num, best_val_loss = start.iter_num, start.best_val_loss
@@ -203,7 +203,7 @@ def trial(micro_batch_size: int) -> torch.nn.Module:
     targets = torch.zeros_like(tokens)
     before = {name: buffer.detach().clone() for name, buffer in raw_model.named_buffers()}
     micro_steps = sequences_per_iter // process.world_size // micro_batch_size
-    # with CUDA graphs 3 runs: warm up, record, replay; without: create .grad, then add to it
+    # CUDA graphs need 3 runs (warm up, record, replay), others 2 (create .grad, then add to it)
     runs = 0 if eval_only else 3 if plan.cuda_graphs else min(2, micro_steps)
     try:
         forward_backward(model, [(tokens, targets)] * runs)

@@ -5,12 +5,12 @@
 
 We ran it on Debian's English manuals, not on FineWeb: 640 iterations reach a validation loss of
 2.18 to 2.19. nanoGPT's model with AdamW takes 131 to 133 s to reach 2.21 to 2.24. On Python code,
-this config with --max_iters=740 reaches a lower loss than that model in a fifth of its time. The
-learning rate is the best of 3e-3, 4e-3, 5e-3 and 6e-3, the batch size the best of 8, 12, 16 and 32
-sequences. For a width from 384 to 1024, start with a learning rate of 3 / n_embd. docs/choosing.md
-has these runs, and what each part of the recipe is worth. The longest run of this config used 67M
-tokens of Python packages' documentation and sources (--batch_size=32 --max_iters=2048). For
-billions of tokens use train_openwebtext.py, whose batch is larger.
+this config with --max_iters=740 ends at a lower loss than nanoGPT's model, in a fifth of the time.
+The learning rate is the best of 3e-3, 4e-3, 5e-3 and 6e-3, the batch size the best of 8, 12, 16 and
+32 sequences. For a width from 384 to 1024, start with a learning rate of 3 / n_embd.
+docs/choosing.md has these runs, and what each part of the recipe is worth. The longest run of this
+config used 67M tokens of Python packages' documentation and sources (--batch_size=32
+--max_iters=2048). For billions of tokens use train_openwebtext.py, whose batch is larger.
 """
 
 out_dir = "out-gpt2-muon"
