@@ -209,8 +209,8 @@ def fingerprint(weight: Tensor) -> tuple:
 
 @contextlib.contextmanager
 def torchs_initial_weights() -> Iterator[set]:
-    """Collect the fingerprints of the weights that torch gives to every nn.Linear and nn.Embedding
-    created inside the `with` block. Weights with other fingerprints were set by you."""
+    """Record which weights keep torch's initial values: the set of the fingerprints that they get
+    in every nn.Linear and nn.Embedding created inside the `with` block. You set the others."""
     found: set = set()
     resets = {kind: kind.reset_parameters for kind in (nn.Linear, nn.Embedding)}
 
@@ -234,7 +234,7 @@ class GPT(nn.Module):
         super().__init__()
         self.config = config
         random_state = torch.get_rng_state()
-        with torchs_initial_weights() as self.unset:  # weights that init_weights redraws
+        with torchs_initial_weights() as self.unset:  # init_weights redraws only these
             self.token_embedding = nn.Embedding(config.vocab_size, config.n_embd)
             self.dropout = nn.Dropout(config.dropout)
             self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layer))

@@ -34,7 +34,7 @@ from steady.stop import Saving, StopRequest, stop_message
 
 # output and evaluation
 out_dir = "out"  # folder for checkpoints and metrics.jsonl
-init_from = "scratch"  # scratch, resume (out_dir/ckpt.pt), or finetune: a run, HF folder or hub ID
+init_from = "scratch"  # scratch, resume (out_dir/ckpt.pt), or a run, HF folder or hub ID (finetune)
 eval_interval = 2000  # iterations between evaluations (and saves); 0: only save at the end
 eval_iters = 200  # evaluate on the same eval_iters * batch_size sequences each time
 eval_only = False  # evaluate once and exit
@@ -63,15 +63,15 @@ rope_theta = 10000.0  # base of the rotary embeddings
 qk_norm = False  # apply RMSNorm to queries and keys
 tied_embeddings = True  # share token embedding and output weights
 # optimizer
-optimizer = "adamw"  # adamw, or muon (for the blocks' matrices; learns faster)
+optimizer = "adamw"  # adamw, or muon (AdamW except for the blocks' matrices; learns faster)
 learning_rate = 6e-4  # peak learning rate
 max_iters = 600000  # iterations to train for
 weight_decay = 1e-1  # for matrices and embeddings only
-beta1 = 0.9  # AdamW (also beside Muon): decay rate of the mean gradient
-beta2 = 0.95  # AdamW (also beside Muon): decay rate of the mean squared gradient
+beta1 = 0.9  # AdamW's decay rate of the mean gradient
+beta2 = 0.95  # AdamW's decay rate of the mean squared gradient
 grad_clip = 1.0  # clip the gradient norm to this; 0.0: never
 # learning-rate schedule
-lr_schedule = "cosine"  # cosine, or wsd (warmup, stable, decay as 1 - sqrt(x))
+lr_schedule = "cosine"  # cosine, or wsd (warmup, stable, then 1 - sqrt(progress))
 decay_lr = True  # False: keep the rate constant after warmup
 warmup_iters = 2000  # iterations of linear warmup
 lr_decay_iters = 0  # iteration that reaches min_lr; 0: max_iters
@@ -83,7 +83,7 @@ dtype = "auto"  # dtype for computation: auto, float32, bfloat16, float16
 compile = True  # torch.compile the model; falls back to eager and says why
 compile_mode = "default"  # default, reduce-overhead, max-autotune, max-autotune-no-cudagraphs
 fp8 = False  # FP8 matmuls in the blocks (NVIDIA Ada or newer; faster for wide models)
-activation_checkpointing = "none"  # recomputed in backward: none, selective (no attention), block
+activation_checkpointing = "none"  # recompute none, selective (all but attention), block (all)
 parallel = "ddp"  # multi-GPU: ddp, or fsdp to shard a model too large for one GPU
 backend = "auto"  # for torch.distributed: auto, nccl, gloo
 profile = False  # trace a few steps to out_dir/trace.json
@@ -144,7 +144,7 @@ parameters = [p for p in raw_model.parameters() if p.requires_grad]
 # CUDA graphs need every .grad to stay at the same address
 static_gradients = optim.StaticGradients(parameters, plan.cuda_graphs)
 
-# sequences per iteration, and per evaluation of train.bin or val.bin. Dividing a batch to fit into
+# sequences per iteration, and per evaluation of either file. Dividing a batch to fit into
 # memory changes neither number
 sequences_per_iter = batch_size * gradient_accumulation_steps
 eval_sequences = eval_iters * batch_size
@@ -260,8 +260,8 @@ loader = DataLoader(train_file, fit.batch_size, sequences_per_iter // fit.batch_
 micro_batches = loader.micro_batches(iter_num)
 
 # -----------------------------------------------------------------------------
-# training loop. On any exit, `saving` saves the state (except with fsdp after an error). If
-# there was no error, only rank 0 continues past the loop; the other ranks exit
+# training loop. However it ends, `saving` then saves the state (not a loss that is not finite, and
+# with fsdp not after an error). Without an error it also ends every process but rank 0
 log.start_clock(iter_num, sequences_per_iter * block_size, raw_model.flops_per_token(), process)
 skipped = torch.zeros((), device=process.device)  # consecutive steps with non-finite gradients
 stop_request.training = True  # before this line, a signal ends the run at once
