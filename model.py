@@ -209,8 +209,8 @@ def fingerprint(weight: Tensor) -> tuple:
 
 @contextlib.contextmanager
 def torchs_initial_weights() -> Iterator[set]:
-    """Record which weights keep torch's initial values: the set of the fingerprints that they get
-    in every nn.Linear and nn.Embedding created inside the `with` block. You set the others."""
+    """A set that collects the fingerprint of the weight of every nn.Linear and nn.Embedding when
+    torch initialises it in the `with` block. A weight that is not in the set was changed by you."""
     found: set = set()
     resets = {kind: kind.reset_parameters for kind in (nn.Linear, nn.Embedding)}
 

@@ -34,7 +34,7 @@ from steady.stop import Saving, StopRequest, stop_message
 
 # output and evaluation
 out_dir = "out"  # folder for checkpoints and metrics.jsonl
-init_from = "scratch"  # scratch, resume (out_dir/ckpt.pt), or a run, HF folder or hub ID (finetune)
+init_from = "scratch"  # scratch, resume; to finetune: a run's folder, HF folder or hub ID
 eval_interval = 2000  # iterations between evaluations (and saves); 0: only save at the end
 eval_iters = 200  # evaluate on the same eval_iters * batch_size sequences each time
 eval_only = False  # evaluate once and exit
@@ -63,7 +63,7 @@ rope_theta = 10000.0  # base of the rotary embeddings
 qk_norm = False  # apply RMSNorm to queries and keys
 tied_embeddings = True  # share token embedding and output weights
 # optimizer
-optimizer = "adamw"  # adamw, or muon (AdamW except for the blocks' matrices; learns faster)
+optimizer = "adamw"  # adamw, or muon (for the blocks' matrices, with AdamW for the rest; faster)
 learning_rate = 6e-4  # peak learning rate
 max_iters = 600000  # iterations to train for
 weight_decay = 1e-1  # for matrices and embeddings only
@@ -83,7 +83,7 @@ dtype = "auto"  # dtype for computation: auto, float32, bfloat16, float16
 compile = True  # torch.compile the model; falls back to eager and says why
 compile_mode = "default"  # default, reduce-overhead, max-autotune, max-autotune-no-cudagraphs
 fp8 = False  # FP8 matmuls in the blocks (NVIDIA Ada or newer; faster for wide models)
-activation_checkpointing = "none"  # recompute none, selective (all but attention), block (all)
+activation_checkpointing = "none"  # what backward recomputes: none, selective, block (most)
 parallel = "ddp"  # multi-GPU: ddp, or fsdp to shard a model too large for one GPU
 backend = "auto"  # for torch.distributed: auto, nccl, gloo
 profile = False  # trace a few steps to out_dir/trace.json
@@ -144,8 +144,8 @@ parameters = [p for p in raw_model.parameters() if p.requires_grad]
 # CUDA graphs need every .grad to stay at the same address
 static_gradients = optim.StaticGradients(parameters, plan.cuda_graphs)
 
-# sequences per iteration, and per evaluation of either file. Dividing a batch to fit into
-# memory changes neither number
+# sequences in an iteration, and in an evaluation of the training or the validation data. Dividing a
+# batch to fit into memory changes neither number
 sequences_per_iter = batch_size * gradient_accumulation_steps
 eval_sequences = eval_iters * batch_size
 iter_num, best_val_loss = start.iter_num, start.best_val_loss
@@ -260,8 +260,8 @@ loader = DataLoader(train_file, fit.batch_size, sequences_per_iter // fit.batch_
 micro_batches = loader.micro_batches(iter_num)
 
 # -----------------------------------------------------------------------------
-# training loop. However it ends, `saving` then saves the state (not a loss that is not finite, and
-# with fsdp not after an error). Without an error it also ends every process but rank 0
+# training loop. However it ends, `saving` then saves the state, except if the loss or gradients are
+# not finite, or after an error with fsdp. If there was no error, all ranks but 0 exit there
 log.start_clock(iter_num, sequences_per_iter * block_size, raw_model.flops_per_token(), process)
 skipped = torch.zeros((), device=process.device)  # consecutive steps with non-finite gradients
 stop_request.training = True  # before this line, a signal ends the run at once
