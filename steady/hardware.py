@@ -71,8 +71,7 @@ def choose_device(name: str = "auto", local_rank: int | None = None) -> torch.de
     if local_rank is not None and kind != "cpu":
         if index or kind == "mps":
             raise UserError(f"device={name} cannot be shared by several processes: use cuda")
-        if local_rank >= torch.cuda.device_count():
-            n = torch.cuda.device_count()
+        if local_rank >= (n := torch.cuda.device_count()):
             raise UserError(
                 f"process {local_rank} of this machine has no GPU, there are only {n}: use "
                 + ("a smaller --nproc_per_node" if n else "--device=cpu")

@@ -65,12 +65,11 @@ def require_room(config: dict[str, Any], process: Process) -> None:
     """
     needed = rough_gib(config, 1, process)
     available_gib = hardware.available_memory_gib(process.device)
-    owner = process.device if process.world_size == 1 else "each process"
     if needed > 1.5 * available_gib:
-        hopeless = rough_gib(config, 0, process) > available_gib  # the weights do not fit
-        remedy = "a smaller model"
-        if not hopeless:
-            remedy = f"{checkpointing(config)}a smaller model or block_size"
+        owner = process.device if process.world_size == 1 else "each process"
+        remedy = f"{checkpointing(config)}a smaller model or block_size"
+        if rough_gib(config, 0, process) > available_gib:  # the weights alone do not fit
+            remedy = "a smaller model"
         raise UserError(
             f"a model of n_layer={config['n_layer']}, n_embd={config['n_embd']}, "
             f"vocab_size={config['vocab_size']} takes about {needed:,.1f} GiB to train with one "
