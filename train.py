@@ -34,7 +34,7 @@ from steady.stop import Saving, StopRequest, stop_message
 
 # output and evaluation
 out_dir = "out"  # folder for checkpoints and metrics.jsonl
-init_from = "scratch"  # scratch, resume; to finetune: a run's folder, HF folder or hub ID
+init_from = "scratch"  # scratch, resume (ckpt.pt); to finetune: a run's folder, HF folder or hub ID
 eval_interval = 2000  # iterations between evaluations (and saves); 0: only save at the end
 eval_iters = 200  # evaluate on the same eval_iters * batch_size sequences each time
 eval_only = False  # evaluate once and exit
@@ -71,7 +71,7 @@ beta1 = 0.9  # AdamW's decay rate of the mean gradient
 beta2 = 0.95  # AdamW's decay rate of the mean squared gradient
 grad_clip = 1.0  # clip the gradient norm to this; 0.0: never
 # learning-rate schedule
-lr_schedule = "cosine"  # cosine, or wsd (warmup, stable, then 1 - sqrt(progress))
+lr_schedule = "cosine"  # cosine, or wsd (warmup, stable, decay as 1 - sqrt(progress))
 decay_lr = True  # False: keep the rate constant after warmup
 warmup_iters = 2000  # iterations of linear warmup
 lr_decay_iters = 0  # iteration that reaches min_lr; 0: max_iters
@@ -83,7 +83,7 @@ dtype = "auto"  # dtype for computation: auto, float32, bfloat16, float16
 compile = True  # torch.compile the model; falls back to eager and says why
 compile_mode = "default"  # default, reduce-overhead, max-autotune, max-autotune-no-cudagraphs
 fp8 = False  # FP8 matmuls in the blocks (NVIDIA Ada or newer; faster for wide models)
-activation_checkpointing = "none"  # what backward recomputes: none, selective, block (most)
+activation_checkpointing = "none"  # recompute: none, selective (all but attention), block (all)
 parallel = "ddp"  # multi-GPU: ddp, or fsdp to shard a model too large for one GPU
 backend = "auto"  # for torch.distributed: auto, nccl, gloo
 profile = False  # trace a few steps to out_dir/trace.json
