@@ -447,7 +447,7 @@ while True:
 def test_ctrl_c_before_training_ends_the_run_at_once(run, sums, tmp_path, monkeypatch):
     """There is nothing to save, and compiling or splitting a batch can take minutes. (In a shell's
     background a process ignores SIGINT, and the first process of a container has no defaults.)"""
-    for default in (signal.default_int_handler, signal.SIG_IGN):
+    for default in (signal.SIG_IGN, signal.default_int_handler):
         signal.signal(signal.SIGINT, default)
         with interrupted_set_up(monkeypatch), pytest.raises(KeyboardInterrupt):
             train(run, tmp_path, sums)
