@@ -1096,7 +1096,6 @@ def test_f83_other_peoples_token_files_and_tokenizers_stay(run, tmp_path):
 
 SLOW = """
 import time
-from pathlib import Path
 from steady import prepare
 encode = prepare.encode_document
 def slow(tokenizer, piece):
