@@ -171,6 +171,13 @@ def script_of(namespace: dict[str, Any]) -> str:
     return str(max(fitting, key=lambda script: len(found[script])))
 
 
+def dataset_name(folder: Path) -> str:
+    """The value of `--dataset` for a folder: its name if it is in data/, else its path."""
+    path = Path(os.path.abspath(folder))
+    in_data = path.parent.resolve() == (CONFIGS.parent / "data").resolve()
+    return path.name if in_data else str(path)
+
+
 def configs_for(dataset: str) -> list[Path]:
     """The files in config/ that set this `dataset`."""
     found, line = [], f'\ndataset = "{dataset}"\n'

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from configurator import configs_for
+from configurator import configs_for, dataset_name
 from steady import UserError
 from steady.distributed import SINGLE_PROCESS, Process
 from steady.folder import crc_of_start, file_crc, require_file
@@ -32,14 +32,10 @@ GPT2_VOCAB_SIZE = 50304  # for nanoGPT's bare .bin files: 50257, padded
 SCAN_TOKENS = 2**28  # ids checked when a file is opened; the rest are checked as they are read
 
 
-def named_folder(dataset: str) -> Path:
-    return Path(__file__).parents[1] / "data" / dataset
-
-
 def dataset_folder(dataset: str) -> Path:
     """The folder with train.bin: data/`dataset`, else the path `dataset`. If the name starts with a
     dot, the path comes first."""
-    named, path = named_folder(dataset), Path(dataset)
+    named, path = Path(__file__).parents[1] / "data" / dataset, Path(dataset)
     for place in (path, named) if dataset.startswith(".") else (named, path):
         if (place / "train.bin").exists():
             return place
@@ -56,7 +52,7 @@ def read_meta(folder: Path) -> dict[str, Any]:
         remedy = f"run python data/text/prepare.py --input=FILE --out={shlex.quote(str(folder))}"
         if (prepare := folder / "prepare.py").exists():
             remedy = f"run python {shlex.quote(str(prepare))}"
-        elif (configs := configs_for(folder.name)) and folder == named_folder(folder.name):
+        elif configs := configs_for(dataset_name(folder)):
             remedy = f"the first lines of config/{configs[0].name} show how to make it"
         raise UserError(f"no data set at {folder} (train.bin is missing): {remedy}")
     path = folder / "meta.json"

@@ -11,6 +11,7 @@ documents depends only on their position, not on processes or restarts.
 """
 
 import contextlib
+import functools
 import itertools
 import json
 import math
@@ -30,7 +31,7 @@ from typing import Any
 
 import numpy as np
 
-from configurator import CONFIGS, configs_for, configure
+from configurator import CONFIGS, configs_for, configure, dataset_name
 from steady import UserError, textfiles, visible
 from steady.folder import (
     atomic_write,
@@ -373,15 +374,13 @@ def complete(folder: Path, tokenizer: Tokenizer, done: dict[str, Any]) -> None:
 def say_how_to_train(folder: Path, tokenizer: Tokenizer, name: str = "") -> None:
     """Print the command that trains on a data set: with its own config, or with one for its kind of
     tokens and this machine. With a run's tokenizer (`name` is run:FOLDER) it finetunes that run."""
-    root, folder = CONFIGS.parent, Path(os.path.abspath(folder))
-    gpu = shutil.which("nvidia-smi")
-    dataset = folder.name if folder.parent.resolve() == (root / "data").resolve() else str(folder)
+    dataset, gpu = dataset_name(folder), shutil.which("nvidia-smi")
     own = [path.name for path in configs_for(dataset) if not path.name.startswith("eval")]
     own.sort(key=lambda config: config.endswith("_cpu.py") is bool(gpu))  # this machine's first
     if name.startswith("run:"):
-        file, content = run_named(name)
+        file, _, longest = run_named(name)
         tokens = read_json(folder / "meta.json")["tokens"].values()
-        block_size = min(content["model_config"]["block_size"], *(n - 1 for n in tokens))
+        block_size = min(longest, *(n - 1 for n in tokens))
         out_dir = os.path.relpath(os.path.abspath(file.parent) + "-finetuned")
         config = "finetune_shakespeare.py"
         flags = [f"--init_from={file}", f"--dataset={dataset}", f"--out_dir={out_dir}",
@@ -392,8 +391,8 @@ def say_how_to_train(folder: Path, tokenizer: Tokenizer, name: str = "") -> None
         config = "train_shakespeare_char.py" if gpu else "train_shakespeare_char_cpu.py"
         if gpu and tokenizer.vocab_size >= 1024:
             config = "train_gpt2_muon.py"
-        flags = [f"--dataset={dataset}", f"--out_dir=out-{folder.name}"]
-    here = Path(os.path.relpath(root))
+        flags = [f"--dataset={dataset}", f"--out_dir=out-{Path(dataset).name}"]
+    here = Path(os.path.relpath(CONFIGS.parent))
     command = shlex.join(["python", str(here / "train.py"), str(here / "config" / config), *flags])
     print(f"vocabulary size {tokenizer.vocab_size:,}; train on it with: {command}")
 
@@ -596,21 +595,23 @@ def tokenizer_named(name: str, special_tokens: bool) -> Tokenizer:
         raise UserError(f"special_tokens=True needs a gpt2, hf: or run: tokenizer, not {name}")
     if not name.startswith("run:"):
         return load_tokenizer(name, special_tokens)
-    meta = run_named(name)[1]["tokenizer"]
+    meta = run_named(name)[1]
     if special_tokens and meta.get("tokenizer") in ("byte", "char"):
         raise UserError(f"special_tokens=True: {name} has a {meta['tokenizer']} tokenizer")
     return from_meta(meta | ({"special_tokens": True} if special_tokens else {}))
 
 
-def run_named(name: str) -> tuple[Path, dict[str, Any]]:
-    """The file of run:FOLDER (or run:FILE), and its checkpoint."""
+@functools.cache  # reading and checking the file takes seconds
+def run_named(name: str) -> tuple[Path, dict[str, Any], int]:
+    """The checkpoint of run:FOLDER (or run:FILE): its file, its tokenizer and its block_size."""
     from steady import checkpoint  # which needs torch
 
     path = Path(name.removeprefix("run:"))
     file = path if path.is_file() else checkpoint.find(path)
     if not file.exists():
         raise UserError(f"--tokenizer={name}: there is no checkpoint of a run at {file}")
-    return file, checkpoint.load(file)
+    content = checkpoint.load(file)
+    return file, content["tokenizer"], content["model_config"]["block_size"]
 
 
 def train_own_bpe(folder: Path, name: str, texts: Iterable[str]) -> Tokenizer:

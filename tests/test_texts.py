@@ -18,6 +18,7 @@ import pytest
 import torch
 from conftest import ROOT, TINY
 
+import configurator
 import convert
 from configurator import read_settings, resolve
 from steady import checkpoint, prepare, textfiles
@@ -900,7 +901,8 @@ def test_the_last_line_is_a_command_that_trains(
     monkeypatch.setattr(prepare.shutil, "which", lambda _: "/bin/nvidia-smi" if gpu else None)
     monkeypatch.setattr(ByteTokenizer, "vocab_size", size)
     (tmp_path / "config").symlink_to(ROOT / "config")
-    monkeypatch.setattr(prepare, "CONFIGS", tmp_path / "config")
+    for module in (prepare, configurator):
+        monkeypatch.setattr(module, "CONFIGS", tmp_path / "config")
     monkeypatch.chdir(tmp_path)
     splits = {split: ["some text"] for split in ("train", "val")}
     write_dataset(tmp_path / "data" / name, ByteTokenizer(), splits)
