@@ -260,8 +260,8 @@ loader = DataLoader(train_file, fit.batch_size, sequences_per_iter // fit.batch_
 micro_batches = loader.micro_batches(iter_num)
 
 # -----------------------------------------------------------------------------
-# training loop. However it ends, `saving` then saves the state, except if the loss or gradients are
-# not finite, or after an error with fsdp. If there was no error, all ranks but 0 exit there
+# training loop. At its end `saving` saves the state and ends all processes but rank 0's. It also
+# saves after an error, except if the error came inside opt.step, with fsdp, or from require_finite
 log.start_clock(iter_num, sequences_per_iter * block_size, raw_model.flops_per_token(), process)
 skipped = torch.zeros((), device=process.device)  # consecutive steps with non-finite gradients
 stop_request.training = True  # before this line, a signal ends the run at once
