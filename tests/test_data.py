@@ -97,6 +97,16 @@ def test_split_keeps_every_character():
     assert split_text("0123456789") == {"train": ["012345678"], "val": ["9"]}
 
 
+@pytest.mark.parametrize("name", sorted(p.parent.name for p in ROOT.glob("data/*/prepare.py")))
+def test_a_prepare_script_finds_the_project_from_another_data_folder(name):
+    """Typed as ../NAME/prepare.py, which leaves ".." in the middle of __file__."""
+    script, path = ROOT / "data" / "text" / ".." / name / "prepare.py", ["elsewhere"]
+    line = "sys.path" + script.read_text().partition("sys.path")[2].partition("\n")[0]
+    names = {"__file__": str(script), "os": os, "Path": Path, "sys": SimpleNamespace(path=path)}
+    exec(line, names)
+    assert str(ROOT) in path
+
+
 def prepare(fork, script, *arguments):
     process = fork(script, *arguments)
     shown = process.stdout.read()

@@ -8,10 +8,10 @@ It has 400 billion tokens. By default the first billion are prepared (2 GB on di
 changes that. Only the files needed for that are downloaded.
 """
 
+import os
 import sys
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[2]))
+sys.path.insert(0, os.path.abspath(f"{__file__}/../../.."))
 import steady
 
 steady.start_script()

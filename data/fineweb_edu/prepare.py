@@ -5,10 +5,10 @@
 27 GB to download and about 20 GB of tokens on disk (twice that while writing).
 """
 
+import os
 import sys
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[2]))
+sys.path.insert(0, os.path.abspath(f"{__file__}/../../.."))
 import steady
 
 steady.start_script()

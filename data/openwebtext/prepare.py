@@ -6,10 +6,10 @@
 documents are held out, as in nanoGPT.
 """
 
+import os
 import sys
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[2]))
+sys.path.insert(0, os.path.abspath(f"{__file__}/../../.."))
 import steady
 
 steady.start_script()

@@ -4,10 +4,11 @@ python data/shakespeare/prepare.py
 python data/shakespeare/prepare.py --tokenizer=byte --out=data/shakespeare_byte
 """
 
+import os
 import sys
 from pathlib import Path
 
-sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[2])]
+sys.path[:0] = [os.path.abspath(f"{__file__}/../.."), os.path.abspath(f"{__file__}/../../..")]
 import steady
 
 steady.start_script()

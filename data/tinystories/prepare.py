@@ -5,10 +5,10 @@
 2 million stories, about 0.5 billion tokens, 1 GB. 1% of the stories are held out.
 """
 
+import os
 import sys
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[2]))
+sys.path.insert(0, os.path.abspath(f"{__file__}/../../.."))
 import steady
 
 steady.start_script()
