@@ -69,7 +69,7 @@ RANGES = (
     ("above 0 and at most 1", lambda value: 0 < value <= 1, ("top_p",)),
     ("at least 0 and at most 1", lambda value: 0 <= value <= 1, ("smooth", "decay_fraction")),
     ("above 0 and below 1", lambda value: 0 < value < 1, ("val_fraction",)),
-    ("an integer of 64 bits", lambda value: -(2**63) <= value < 2**63, ("seed",)),
+    ("a 64-bit integer", lambda value: -(2**63) <= value < 2**63, ("seed",)),
 )  # fmt: skip
 
 

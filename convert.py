@@ -273,7 +273,7 @@ def holds_another_model(folder: Path) -> bool:
 
 @torch.no_grad()
 def require_llama(model: GPT, path: Path) -> None:
-    """Raises UserError if an edited `model` computes something else than transformers' Llama or
+    """Raises UserError if an edited `model` computes something other than transformers' Llama or
     Qwen3 would with the same weights."""
     config = model.config
     T = min(config.block_size, 256)
@@ -285,8 +285,8 @@ def require_llama(model: GPT, path: Path) -> None:
         same = False
     if not same:
         raise UserError(
-            f"{path} cannot be exported: its model.py computes something else than a Llama or "
-            "Qwen3 does, so transformers would give other outputs"
+            f"{path} cannot be exported: its model.py computes something other than a Llama "
+            "or Qwen3 does, so transformers' outputs would differ"
         )
 
 

@@ -146,7 +146,7 @@ for run in runs:
     first = name not in colors
     color = colors.setdefault(name, pyplot.get_cmap("tab20")(PALETTE[len(colors) % 20]))
     at = [run["x"][e["iter"]] / scale for e in steps]
-    # short runs: average over less, or the end of the curve lags behind
+    # at most a fifth of a short run, or its end would lag behind
     width = max(min(5, len(steps) // 5), round(smooth * len(steps))) if smooth else 1
     loss = moving_average([e["loss"] for e in steps], width)
     # Skip the untrained model's evaluation: a line from there would cut across the curves and

@@ -57,7 +57,7 @@ CRC32 = {"train": 1349654367, "val": 2403437595}  # of train.bin and val.bin fro
 INDEX_TYPE = "application/vnd.pypi.simple.v1+json"  # PEP 691
 KINDS = ("text", "docstrings", "skip")  # or json:KEY,KEY
 REPEATS = 2  # copies of a line to keep
-LONG = 40  # shorter lines and paragraphs may repeat, in characters
+LONG = 40  # in characters; shorter lines and paragraphs may repeat
 SKIPPED = re.compile(  # tests, translations, vendored packages, file lists
     r"(^|/)(tests?|testing|test_?data|locales?|translations|_?vendor(ed)?|node_modules)/"
     r"|\.(dist|egg)-info/|/(requirements[^/]*|SOURCES|CMakeLists)\.txt$",
@@ -180,7 +180,7 @@ def plain(markup: str) -> str:
 
 
 def without_repeats(text: str, lines: Counter[bytes], paragraphs: Counter[bytes]) -> str:
-    """`text` without the lines and paragraphs that were seen before; updates the counts."""
+    """`text` without the lines and paragraphs that were seen too often; updates the counts."""
     kept = []
     for paragraph in re.split(r"\n[ \t]*\n", text):
         new = [line.rstrip() for line in paragraph.split("\n") if often(line, lines) <= REPEATS]

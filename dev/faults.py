@@ -186,8 +186,10 @@ def difference(out: Path, whole: Path, may_lack: bool) -> str:
     if found.items() - expected.items() or len(found) < len(expected) and not may_lack:
         return "a different loss curve"
     if not same(ours["model"], theirs["model"]):
-        return "other weights"
-    return "" if same(ours["optimizer"]["state"], theirs["optimizer"]["state"]) else "other moments"
+        return "different weights"
+    if not same(ours["optimizer"]["state"], theirs["optimizer"]["state"]):
+        return "different moments"
+    return ""
 
 
 def interrupt(kind: str, data: Path, whole: Path, seconds: float, most: int) -> None:

@@ -53,9 +53,9 @@ from steady.stop import on_signals
 data = ""  # folder with train.bin (or train.bin.xz), val.bin and meta.json
 size = "124m"  # tiny, 30m, 124m or 350m; the head size is that of the recipe's config file
 nanogpt = ""  # path to a checkout of karpathy/nanoGPT
-nanogpt_runs = ""  # [NAME: ]TOKENS_PER_STEP:LEARNING_RATE:TOKENS[:WARMUP_STEPS], between commas
+nanogpt_runs = ""  # [NAME: ]TOKENS_PER_STEP:LEARNING_RATE:TOKENS[:WARMUP_STEPS], and commas between
 nanochat = ""  # path to a checkout of karpathy/nanochat
-nanochat_runs = ""  # [NAME: ]TOKENS_PER_STEP:TOKENS, separated by commas
+nanochat_runs = ""  # [NAME: ]TOKENS_PER_STEP:TOKENS, and commas between
 ours = ""  # [NAME: ]flags and config files of train.py; separate recipes with ";"
 seeds = "1337"  # for weights and data order, separated by commas
 out = "peers.jsonl"  # file to append one line per run to
@@ -104,7 +104,7 @@ def name_of(run: str, kind: str = "") -> tuple[str, str]:
 
 
 def nanogpt_job(run: str) -> dict[str, Any]:
-    """Round tokens to whole micro-batches and steps. nanoGPT decays to a tenth, by a cosine."""
+    """Round tokens to whole micro-batches and steps. nanoGPT decays to a tenth, along a cosine."""
     name, recipe = name_of(run, "nanoGPT")
     form = "TOKENS_PER_STEP:LEARNING_RATE:TOKENS[:WARMUP_STEPS]"
     per_step, rate, total, *warmup = numbers_of(recipe, "nanogpt_runs", form)

@@ -5,8 +5,8 @@
 
 Clocks, power limits and other jobs change a GPU's speed more than most code changes do, so only
 compare figures from the same call. All other flags go to each checkout's bench.py. nanoGPT's own
-train.py runs with the same model size and batch, on the same random tokens, without the flags that
-it does not know. Each run appends a line of JSON to --out.
+train.py runs with the same model size and batch, on random tokens too, without the flags that it
+does not know. Each run appends a line of JSON to --out.
 """
 
 import re
@@ -48,7 +48,7 @@ if "help" in given:
 folders = given.pop("folders", folders).split(",")
 for folder in folders:
     if not folder or not Path(folder, "train.py").exists():
-        raise UserError(f"--folders: {folder!r} is no checkout of this project or of nanoGPT")
+        raise UserError(f"--folders: {folder!r} is not a checkout of this project or of nanoGPT")
 rounds, out = int(given.pop("rounds", rounds)), given.pop("out", out)
 rest = [argument for argument in sys.argv[1:] if argument[:2] != "--"]
 rest += [f"--{name}={value}" for name, value in given.items()]

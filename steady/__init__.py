@@ -30,7 +30,8 @@ def visible(text: str) -> str:
 class UserError(ValueError):
     """An error for the user: it ends a script with one line and no traceback.
 
-    The line names the problem, the value and the remedy. All other errors keep their traceback.
+    The line names the problem, the value and the remedy. Other errors keep their traceback, except
+    for OSErrors and Ctrl-C.
     """
 
     def __init__(self, message: str):
@@ -41,8 +42,8 @@ def start_script() -> None:
     """Set up the process. Call it before `import torch`.
 
     Without expandable segments, GPU memory fills up with cached blocks of sizes that are no longer
-    needed. CUDA reads the variable that enables them only once, at startup. A value set by the user
-    stays. Until configure() installs its handlers, Ctrl-C ends the script silently.
+    needed. torch reads the variable that enables them only once, at startup. A value set by the
+    user stays. Until configure() installs its handlers, Ctrl-C ends the script silently.
     """
     with contextlib.suppress(metadata.PackageNotFoundError, ValueError):
         version = metadata.version("torch")  # without importing it
@@ -62,8 +63,8 @@ def start_script() -> None:
 
 
 def open_closed_streams() -> None:
-    """Point closed standard streams (`>&-`) at the null device. Otherwise the next open file, such
-    as a checkpoint, becomes descriptor 1 and receives everything that libraries print."""
+    """Point closed standard streams (`>&-`) at the null device. Otherwise the next file that is
+    opened, such as a checkpoint, becomes descriptor 1 and receives all that libraries print."""
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         if getattr(sys, name) is None:  # Python found it closed
             os.open(os.devnull, os.O_RDWR)  # takes the lowest free number: this one

@@ -141,14 +141,14 @@ def save(
                 distributed.all_or_none(process, check)
         except Exception as error:
             errnos = distributed.gather_objects(process, getattr(error, "errno", None))
-            if any(errno in CANNOT for errno in errnos):  # it needs sequential writes
+            if any(errno in CANNOT for errno in errnos):  # the disk only takes sequential writes
                 whole = distributed.gather_full(content)
                 on_first(lambda: write_whole(temporary, whole))
             elif several and shared:
                 write(write_gathered)
             else:
                 raise
-            shared = False  # not read back yet
+            shared = False  # so that it is read back below
         on_first(lambda: read_back and not shared and check_sums(temporary))
         on_first(lambda: replace_file(temporary, path))
     except OSError as error:
@@ -243,7 +243,7 @@ def combined_crc(first: int, second: int, n_bytes: int) -> int:
 
 @cache
 def power_of_x(n: int) -> int:
-    """x**n modulo the polynomial of CRC-32, whose first coefficient is the lowest bit."""
+    """x**n modulo the polynomial of CRC-32; the highest bit is the coefficient of 1."""
     if n < 2:
         return 1 << 31 - n
     half = power_of_x(n // 2)
@@ -260,7 +260,8 @@ def times(a: int, b: int) -> int:
 
 
 def parameter_names(model: nn.Module | dict[str, Tensor] | None) -> list[str]:
-    """The names of a model's parameters, without its buffers, which may hold anything."""
+    """The names of a model's parameters, without its buffers, which may hold anything. For a state
+    dict: all names."""
     if isinstance(model, nn.Module):
         return [name for name, _ in model.named_parameters()]
     return list(model or ())
@@ -274,7 +275,7 @@ def check_sums(path: Path, first: int = 0, step: int = 1) -> None:
     with zipfile.ZipFile(path) as archive:
         parts = archive.infolist()
         for part in parts:
-            archive.open(part).close()  # raises unless its name here is the directory's
+            archive.open(part).close()  # raises if its own header has another name
     if len({part.filename for part in parts}) < len(parts):
         raise zipfile.BadZipFile("two parts have the same name")
     reader, ends = torch._C.PyTorchFileReader(str(path)), 0
@@ -374,7 +375,7 @@ def read(path: Path) -> dict[str, Any]:
     require_file(path)
     if not path.is_file():
         raise UserError(
-            f"no checkpoint at {path}: train first, or check --out_dir and --ckpt (a file in it)"
+            f"no checkpoint at {path}: train first, or check --out_dir (and --ckpt, if you set it)"
         )
     try:
         check_sums(path)
@@ -395,7 +396,7 @@ def read(path: Path) -> dict[str, Any]:
     if type(version) is not int or version != FORMAT:
         raise UserError(
             f"{path} is not a steadyGPT checkpoint of format {FORMAT}; nanoGPT checkpoints cannot "
-            "be resumed, their architecture differs"
+            "be resumed, because their architecture differs"
         )
     return content
 
@@ -411,7 +412,9 @@ def load(path: Path, kinds: dict[str, type] = WEIGHTS_ONLY) -> dict[str, Any]:
         bad = kind is int and type(value) is int and not 0 <= value < 2**62
         if type(value) is not kind or bad or value != value:
             found = f"is {reprlib.repr(value)}" if key in content else "is missing"
-            raise UserError(f"{path} is incomplete: {key} {found} (expected {kind.__name__})")
+            raise UserError(
+                f"{path} is incomplete or damaged: {key} {found} (expected a valid {kind.__name__})"
+            )
     if content["pretrained"] is not None:
         check_metadata(content["pretrained"], f"{path}, pretrained")
     check_meta(content["tokenizer"], f"{path}, tokenizer")
@@ -434,7 +437,9 @@ def check_metadata(metadata: Any, source: str) -> None:
     except (AttributeError, TypeError, ValueError, RecursionError):
         good = False
     if not good:
-        raise UserError(f"{source} is not what convert.py writes: {reprlib.repr(metadata)}")
+        raise UserError(
+            f"{source} is not valid metadata of a pretrained model: {reprlib.repr(metadata)}"
+        )
     dtype = getattr(torch, str(metadata.get("dtype")), None)
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         found = reprlib.repr(metadata.get("dtype"))
@@ -687,7 +692,7 @@ def print_changes(
     }  # fmt: skip
     others = [name for name, was in saved["data_ids"].items() if data.ids.get(name) != was]
     if "train.bin" in others:
-        print("note: train.bin has changed since the checkpoint: the run trains on other text")
+        print("note: train.bin has changed since the checkpoint: the run trains on different text")
     evaluated, was_evaluated = (c["eval_iters"] * c["batch_size"] for c in (config, before))
     other_windows = "val.bin" in others or evaluated != was_evaluated
     if other_windows:
@@ -700,7 +705,7 @@ def print_changes(
             print(f"note: {name} has changed from {was} to {now}: --{name}={was} keeps the old one")
     if config["max_iters"] <= saved["iter_num"] and not config["eval_only"]:
         print(f"note: the checkpoint is at iteration {saved['iter_num']}: nothing is left to "
-              "train, continue with a larger --max_iters")  # fmt: skip
+              "train; continue with a larger --max_iters")  # fmt: skip
     return other_windows
 
 
@@ -710,7 +715,7 @@ def check_same_model(saved: dict[str, Any], current: dict[str, Any], path: Path)
     differing = [key for key in current if key != "dropout" and saved.get(key) != current[key]]
     if "tokenizer" in differing:
         raise UserError(
-            f"cannot resume {path}: the data set has another tokenizer; use the --dataset that "
+            f"cannot resume {path}: the data set has a different tokenizer; use the --dataset that "
             "it was trained on, or another --out_dir"
         )
     if differing:

@@ -105,8 +105,8 @@ def compile_model(
     CUDA graphs, where each graph costs a launch, the whole model is compiled. Without torch.compile
     it is `model` itself.
 
-    Compiled code is the model's own code. All blocks share the code of one, so a deep model starts
-    just as fast. A model without blocks is compiled as a whole. Until `allow_dynamic`, every new
+    All blocks share the compiled code of one, so a deep model starts just as fast. A model without
+    blocks is compiled as a whole. Until `allow_dynamic`, every new
     shape is compiled separately, because code for all shapes is slow.
     """
     parts = repeated_blocks(model) if sharded else compiled_parts(model)

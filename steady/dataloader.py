@@ -92,8 +92,8 @@ class DataSet:
                 self.ids[name] = f"{beginning:08x}, {size} bytes"
                 if self.meta.get("begins", {}).get(name[:-4], beginning) != beginning:
                     raise UserError(
-                        f"{folder / name} does not belong to its meta.json (F80): prepare the data "
-                        "set again"
+                        f"{folder / name} does not belong to its meta.json: prepare the data set "
+                        "again"
                     )
 
     def open(self, block_size: int, vocab_size: int) -> tuple["TokenFile", "TokenFile"]:
@@ -310,7 +310,7 @@ def eval_starts(file: TokenFile, n_sequences: int) -> np.ndarray:
 
 def to_batch(windows: np.ndarray, device: torch.device) -> Batch:
     """Tokens, and targets one position later; in pinned memory if the device is a GPU."""
-    # copies, or the slices of a single window share memory
+    # copies: otherwise the two slices of a single window would share memory
     tokens, targets = map(torch.from_numpy, (windows[:, :-1].copy(), windows[:, 1:].copy()))
     if device.type == "cuda":
         tokens, targets = tokens.pin_memory(), targets.pin_memory()

@@ -35,7 +35,7 @@ from steady.recompute import repeated_blocks
 NAMES = ("out_dir", "wandb_project", "wandb_run_name")  # settings that do not affect training
 PARAMS_PER_GROUP = 2**27  # fsdp's limit, unless a single block is larger
 
-# how many processes a starter other than torchrun has started
+# the number of processes, set by launchers other than torchrun
 SLURM_SIZES = ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
 MPI_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE", "MPI_LOCALNRANKS")
 
@@ -88,7 +88,7 @@ def launch_id() -> str:
 
 
 def has_store() -> bool:
-    """Whether torchrun keeps its store across restarts: all but its etcd rendezvous do."""
+    """Whether torchrun keeps its store across restarts: it does, except with etcd."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
@@ -148,7 +148,8 @@ def require_torchrun() -> None:
     """Raises UserError if srun or mpirun started several processes without torchrun: each of them
     would train the same run (F77)."""
     in_step = "SLURM_STEP_ID" in os.environ or os.environ.get("SLURM_PROCID", "0") != "0"
-    names = (*SLURM_SIZES, *MPI_SIZES) if in_step else MPI_SIZES  # else maybe the batch script
+    # outside a step this may be the batch script itself
+    names = (*SLURM_SIZES, *MPI_SIZES) if in_step else MPI_SIZES
     sizes = [os.environ[name] for name in names if os.environ.get(name, "").isdecimal()]
     number = max(map(int, sizes), default=1)
     if "RANK" in os.environ or number == 1:

@@ -39,7 +39,7 @@ def compile_obstacle(device: torch.device) -> str | None:
     if device.type == "cuda":
         major, minor = torch.cuda.get_device_capability(device)
         if major < 7:
-            return f"Triton needs compute capability 7.0, this GPU has {major}.{minor}"
+            return f"Triton needs compute capability 7.0, but this GPU has {major}.{minor}"
         if triton is None:
             return "Triton is not installed (pip install triton)"
         problem = provide_libcuda()
@@ -52,7 +52,9 @@ def compile_obstacle(device: torch.device) -> str | None:
     if chosen and not shutil.which(chosen):
         return f"{variable}={chosen} is not an executable (it must be one word; unset it)"
     if not chosen and not any(map(shutil.which, compilers)):
-        return f"no C compiler on PATH ({', '.join(compilers)}): apt install build-essential"
+        language = "C++" if variable == "CXX" else "C"
+        names = ", ".join(compilers)
+        return f"no {language} compiler on PATH ({names}): apt install build-essential"
     if not Path(sysconfig.get_path("include"), "Python.h").exists():  # compiled kernels include it
         version = f"{sys.version_info.major}.{sys.version_info.minor}"
         return f"Python.h is missing: apt install python{version}-dev"

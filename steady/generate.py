@@ -105,7 +105,7 @@ def generate(
 
     Args:
         temperature, top_k, top_p: see `draw`.
-        vocab_size: ids from here on are never drawn (the padding of the vocabulary).
+        vocab_size: ids from this one on are never drawn (the padding of the vocabulary).
         on_token: called with every new column (B,) as it is drawn; return True to stop.
         cuda_graph: record a decoding step and replay it, for speed on a GPU.
 
@@ -155,7 +155,7 @@ def cache_is_exact(model: GPT, vocab_size: int, length: int) -> bool:
     if T < 2:
         return True
     tokens = (torch.arange(T, device=weight.device) * 7919 % vocab_size)[None]  # (1, T)
-    dtype = compute_dtype(weight)  # with autocast and fsdp not the weights'
+    dtype = compute_dtype(weight)  # with autocast and fsdp it differs from the weights' dtype
     cache = KVCache(model.config, 1, T, weight.device, dtype)
     model(tokens[:, :-1], cache=cache)
     cached, whole = model(tokens[:, -1:], cache=cache)[0, -1], model(tokens)[0, -1]

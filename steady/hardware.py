@@ -73,7 +73,7 @@ def choose_device(name: str = "auto", local_rank: int | None = None) -> torch.de
             raise UserError(f"device={name} cannot be shared by several processes: use cuda")
         if local_rank >= (n := torch.cuda.device_count()):
             raise UserError(
-                f"process {local_rank} of this machine has no GPU, there are only {n}: use "
+                f"process {local_rank} of this machine has no GPU (there are only {n}): use "
                 + ("a smaller --nproc_per_node" if n else "--device=cpu")
             )
         name = f"cuda:{local_rank}"
@@ -193,9 +193,9 @@ def use_onednn(device: torch.device, dtype: torch.dtype, width: int, block_size:
     two cores of a Zen 5). The setting permits rounding to bfloat16, which oneDNN does only with
     AMX. Narrow models gain nothing.
 
-    The fused attention kernel is slow for short contexts, so attention then runs unfused, in
-    float32. The fused kernel multiplies small blocks, which is slow in oneDNN, and takes up to five
-    times as long in bfloat16.
+    In bfloat16, and with oneDNN, the fused attention kernel is slow for short contexts, so
+    attention then runs unfused, in float32. The fused kernel multiplies small blocks, which is slow
+    in oneDNN, and takes up to five times as long in bfloat16.
     """
     if device.type != "cpu":
         return False

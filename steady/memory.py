@@ -1,7 +1,8 @@
 """If a training step does not fit into memory, split the same batch into smaller micro-batches.
 
-`fit` tries real steps. A rough estimate is used only where trying is impossible: before the model
-is built, and with fsdp, where a process that fails would leave the others waiting.
+`fit` tries real steps, except for sizes that a rough estimate rules out. The estimate decides alone
+before the model is built, on CPUs (Linux hands out memory that it does not have), and with fsdp,
+where a process that fails would leave the others waiting.
 """
 
 import gc
@@ -45,10 +46,10 @@ def batch_sizes(wanted: int, sequences: int) -> list[int]:
 
 
 def rough_gib(config: dict[str, Any], sequences: int, process: Process) -> float:
-    """Rough memory of a step with a micro-batch of `sequences`, in GiB. This rule of thumb for
-    transformers is accurate to within a third: 12 n_layer n_embd^2 parameters of 16 bytes (weights,
-    gradients and AdamW's two moments; 4 bytes for evaluation), and 34 bytes per token, layer and
-    unit of width (Korthikanti et al. 2022)."""
+    """Rough memory of a step with a micro-batch of `sequences`, in GiB. On a GPU this rule of thumb
+    for transformers is accurate to within a third: 12 n_layer n_embd^2 parameters of 16 bytes
+    (weights, gradients and AdamW's two moments; 4 bytes for evaluation), and 34 bytes per token,
+    layer and unit of width (Korthikanti et al. 2022)."""
     width, layers, kind = (config[k] for k in ("n_embd", "n_layer", "activation_checkpointing"))
     parameters = 12 * layers * width**2 + config["vocab_size"] * width
     shards = process.world_size if process.shards_model else 1
@@ -68,7 +69,7 @@ def require_room(config: dict[str, Any], process: Process) -> None:
     if needed > 1.5 * available_gib:
         owner = process.device if process.world_size == 1 else "each process"
         remedy = f"{checkpointing(config)}a smaller model or block_size"
-        if rough_gib(config, 0, process) > available_gib:  # the weights alone do not fit
+        if rough_gib(config, 0, process) > available_gib:  # even without activations
             remedy = "a smaller model"
         raise UserError(
             f"a model of n_layer={config['n_layer']}, n_embd={config['n_embd']}, "
@@ -78,7 +79,7 @@ def require_room(config: dict[str, Any], process: Process) -> None:
 
 
 def checkpointing(config: dict[str, Any]) -> str:
-    """Advice to use activation checkpointing, if it is not in use."""
+    """Advice to use activation checkpointing of whole blocks, unless it is in use."""
     kind = config["activation_checkpointing"]
     return "" if kind == "block" else "--activation_checkpointing=block, or "
 
@@ -117,7 +118,7 @@ def fit(
         steps = sequences // size
         return f"--batch_size={size} --gradient_accumulation_steps={steps} --eval_iters={evals}"
 
-    lines, failed = [], False
+    lines, reason = [], "too little memory (estimated)"
     while sizes:
         model, failure = attempt(trial, sizes[0], process, plan)
         if not (failure if process.shards_model else distributed.any_process(bool(failure))):
@@ -132,15 +133,14 @@ def fit(
                 "(TORCHDYNAMO_VERBOSE=1 shows the whole error, --compile=False skips compiling)"
             )
         else:
-            sizes, failed = sizes[1:], True
+            sizes, reason = sizes[1:], "out of memory"
     else:
         raise UserError(
-            f"out of memory: use {checkpointing(config)}a smaller batch_size (with more "
+            f"{reason}: use {checkpointing(config)}a smaller batch_size (with more "
             "gradient_accumulation_steps), block_size or model"
         )
     size = sizes[0]
     if size != config["batch_size"]:
-        reason = "out of memory" if failed else "too little memory, by an estimate"
         lines.append(
             f"{reason}: going on with {flags(size)}, the same global batch; pass these flags to "
             "start with this split next time"

@@ -212,7 +212,7 @@ def load_state(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
     was = saved.get("kind") or ("muon" if "momentum" in first else "adamw")
     now = optimizer_name(optimizer)
     if was != now and (states or "kind" in saved):
-        raise UserError(f"it was trained with optimizer={was}, not {now}: continue with that one")
+        raise UserError(f"it was trained with optimizer={was}, not {now}: continue with {was}")
     if not isinstance(optimizer, AdamW):
         # such an optimizer may keep values in its groups, a step count for example
         settings = saved.get("param_groups") or optimizer.state_dict()["param_groups"]

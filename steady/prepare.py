@@ -293,7 +293,8 @@ def start_process(tokenizer: Tokenizer | None, stopping: Any) -> None:
 def encode_batch(
     job: tuple[list[Piece], list[int]],
 ) -> tuple[dict[str, np.ndarray], dict[str, int], list[str], list[int], int]:
-    """The ids of a batch by split, the bytes of their text, and the documents without text."""
+    """The ids and bytes of a batch's text by split, messages about its bad documents, and the two
+    positions at which it ends."""
     pieces, position = job
     dtype, bad = token_dtype(process_tokenizer), []
     ids: dict[str, list[Any]] = {split: [np.empty(0, dtype)] for split in SPLITS}
@@ -337,7 +338,7 @@ def advance(bar: Any, at: int) -> None:
 
 
 def complete(folder: Path, tokenizer: Tokenizer, done: dict[str, Any]) -> None:
-    """Make a data set of token files that are on disk. Its files appear together."""
+    """Make a data set of token files that are on disk. Only now do its files appear."""
     remove_temporary(folder, FILES)
     paths, tokens = {split: folder / SHARDS / f"{split}.bin" for split in SPLITS}, done["tokens"]
     kept = folder_tokenizer(folder)
@@ -409,7 +410,7 @@ def unigram_entropy(path: Path, tokenizer: Tokenizer) -> float:
 
 def refuse_foreign_files(folder: Path) -> None:
     """Raises UserError instead of replacing a meta.json that describes no data set, or token files
-    without a meta.json (nanoGPT's, unless there is a meta.pkl, which cannot be used)."""
+    without a meta.json, which may be nanoGPT's. (With a meta.pkl they cannot be used.)"""
     path = folder / "meta.json"
     if not os.path.lexists(path):
         for bare in (folder / f"{split}.bin" for split in SPLITS):
@@ -494,9 +495,9 @@ def prepare_from_hub(
     except Exception as error:  # the hub's libraries raise many types
         reason = " ".join(str(error).split()) or type(error).__name__
         raise UserError(
-            f"cannot load {path} ({shown(reason)}): connect to the Hugging Face hub, choose "
-            "with --name=NAME and --split=NAME if it has several, or pass --path=FOLDER with a "
-            "copy of it"
+            f"cannot load {path} ({shown(reason)}): connect to the Hugging Face hub, choose a "
+            "configuration and a split with --name=NAME and --split=NAME, or pass --path=FOLDER "
+            "with a copy of it"
         ) from None
     if "text" not in (dataset.column_names or ["text"]):
         raise UserError(
@@ -539,7 +540,7 @@ def prepare_from_files(
 ) -> None:
     """Write train.bin, val.bin and meta.json for the texts in files (see steady/textfiles.py).
 
-    tokenizer: a name for `load_tokenizer`, or char or bpe:SIZE, which read all files twice.
+    tokenizer: a name for `tokenizer_named`, or char or bpe:SIZE, which read all files twice.
 
     Raises UserError for a file that cannot be read and, unless `skip_bad_rows`, for the first row
     without text.
@@ -626,5 +627,5 @@ def train_own_bpe(folder: Path, name: str, texts: Iterable[str]) -> Tokenizer:
     trained = train_bpe((text[i : i + PIECE] for text in texts for i in range(0, len(text), PIECE)),
                         int(size))  # fmt: skip
     if trained.vocab_size < int(size):
-        print(f"note: the texts are enough for {trained.vocab_size} tokens only, not {size}")
+        print(f"note: the texts yield only {trained.vocab_size} tokens, not {size}")
     return trained

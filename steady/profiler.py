@@ -19,7 +19,7 @@ def start_profiler(out_dir: Path, enabled: bool, say: Callable[[str], None]) -> 
     path = out_dir / "trace.json"
 
     def write(profile: torch.profiler.profile) -> None:
-        # to a new folder first: torch makes up a temporary name and would follow such a link (F82)
+        # in a new folder: torch makes up a temporary name, and would follow a link there (F82)
         with tempfile.TemporaryDirectory(dir=out_dir, prefix=".trace-") as folder:
             profile.export_chrome_trace(f"{folder}/trace.json")
             os.replace(f"{folder}/trace.json", path)

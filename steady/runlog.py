@@ -34,7 +34,8 @@ class RunLog:
         output.survive_closed_streams()
         self.path, self.quiet = out_dir / "metrics.jsonl", quiet
         self.keeps_metrics = not (quiet or config["eval_only"])
-        self.missed_metrics = self.cut_short = False  # so far; in the last line
+        # whether entries were lost so far, and whether the last line may be incomplete
+        self.missed_metrics = self.cut_short = False
         self.began, self.process = time.monotonic(), SINGLE_PROCESS
         if self.keeps_metrics:
             # a run evaluates at its end; extending it repeats that evaluation only if one is due

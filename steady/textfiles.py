@@ -84,7 +84,7 @@ def pieces_of(
         if kind == "text":
             yield from text_pieces(path, raw, file, val_fraction, tokenizer, at)
             return
-        phase = number * GOLDEN % 1  # fraction of a held-out row carried into the file
+        phase = number * GOLDEN % 1  # each file begins elsewhere between two held-out rows
         rows = {"json": json_rows, "csv": csv_rows, "parquet": parquet_rows}[kind]
         for row, where, text, problem in rows(path, file, column):
             before, after = (n * val_fraction + phase for n in (row, row + 1))
@@ -175,7 +175,7 @@ def text_pieces(
         while position < stop:
             block = file.read(min(READ_BYTES, stop - position))
             if not block:
-                raise ValueError("it was truncated meanwhile")
+                raise ValueError("it was truncated while it was being read")
             for _ in range(3):  # the rest of a character
                 if position + len(block) == stop < size and b"\x80" <= file.peek(1)[:1] < b"\xc0":
                     block, stop = block + file.read(1), stop + 1

@@ -165,7 +165,7 @@ class GPT2Tokenizer:
     end_of_text = 50256
     stop_tokens = [50256]
     vocab_size = 50257
-    # a space or line feed after another character: no pattern of GPT-2's crosses this border
+    # a space or line feed after a character that is not whitespace: no word of GPT-2's crosses it
     border = re.compile(r"(?<=\S)[ \n]")
 
     def __init__(self, special_tokens: bool = False):
@@ -280,7 +280,8 @@ class HFTokenizer:
         """Like `encode`, but encodes special tokens in the text as tokens."""
         end = [] if self.end_of_text is None else [self.end_of_text]
         spelling = self.tokenizer.decode(end, skip_special_tokens=False)
-        known = {*self.added, *(self.encode(spelling) if spelling else [])}  # read as the token
+        # ids that the tokenizer itself makes of a special token's name
+        known = {*self.added, *(self.encode(spelling) if spelling else [])}
         if spelling and self.end_of_text not in known and spelling in text:
             parts = [self.encode_prompt(part) for part in text.split(spelling)]
             return parts[0] + [id for part in parts[1:] for id in (self.end_of_text, *part)]
@@ -320,8 +321,9 @@ class HFTokenizer:
     def seam(self, window: str) -> int | None:
         """Tokenize the window without its end, and again without its start, and cut where both
         agree on eight tokens on each side."""
-        half, shift = len(window) // 2, len(window) // 4 - 3  # 1021, a prime, so that runs of equal
-        left = list(zip(*self.encode_with_offsets(window[:-shift]), strict=True))  # tokens differ
+        # shift is 1021, a prime, so that runs of equal tokens differ
+        half, shift = len(window) // 2, len(window) // 4 - 3
+        left = list(zip(*self.encode_with_offsets(window[:-shift]), strict=True))
         right = [
             (id, start + shift, stop + shift)
             for id, start, stop in zip(*self.encode_with_offsets(window[shift:]), strict=True)
@@ -479,8 +481,8 @@ def hf_tokenizer_meta(folder: Path) -> dict[str, Any]:
 
     The begin-of-text token is the one that transformers prepends, which is set by the tokenizer's
     template. (If add_bos_token in tokenizer_config.json disagrees, transformers 5 ignores it.) The
-    end-of-text tokens are in one of four files, depending on the folder's author. All of them end a
-    sample, and the first one ends a document.
+    end-of-text tokens may be in any of four files, depending on the folder's author. All of them
+    end a sample, and the first one ends a document.
     """
     path = folder / "tokenizer.json"
     if not path.exists():
@@ -514,9 +516,7 @@ def hf_tokenizer_meta(folder: Path) -> dict[str, Any]:
     before, after = added_by_template(tokenizer)
     ends += after[:1] if not ends else []
     if len(before) > 1:
-        raise UserError(
-            f"{path} puts {len(before)} tokens before a text: only one is supported at most"
-        )
+        raise UserError(f"{path} puts {len(before)} tokens before a text: at most one is supported")
     adds = settings.get("add_bos_token")
     if isinstance(adds, bool) and adds != bool(before) and id_of("bos_token", settings) is not None:
         print(
@@ -696,8 +696,8 @@ def load_tokenizer(name: str, special_tokens: bool = False) -> Tokenizer:
         return from_meta(meta | {"special_tokens": special_tokens})
     if name not in ("gpt2", "byte"):
         raise UserError(
-            f"unknown tokenizer={name!r}: use gpt2, byte, hf:PATH_OR_HUB_ID, run:FOLDER, or for "
-            "your own text char or bpe:SIZE"
+            f"unknown tokenizer={name!r}: use gpt2, byte or hf:PATH_OR_HUB_ID "
+            "(data/text/prepare.py also takes char, bpe:SIZE and run:FOLDER)"
         )
     return from_meta({"tokenizer": name, "special_tokens": special_tokens})
 

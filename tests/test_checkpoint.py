@@ -166,7 +166,7 @@ def test_differing_architecture_names_the_keys(tmp_path):
     with pytest.raises(ValueError, match=r"differs in n_layer \(checkpoint 2, now 3\);"):
         checkpoint.check_same_model(saved, current, tmp_path)
     checkpoint.check_same_model(saved, {"n_layer": 2, "n_head": 4, "dropout": 0.5}, tmp_path)
-    with pytest.raises(ValueError, match="the data set has another tokenizer; use the --dataset"):
+    with pytest.raises(ValueError, match="has a different tokenizer; use the --dataset"):
         checkpoint.check_same_model(saved, {"n_layer": 9, "tokenizer": {}}, tmp_path)
 
 
@@ -344,9 +344,9 @@ def test_f46_whatever_the_unpickler_raises_is_one_line(tmp_path, monkeypatch, ki
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"model": None}, "model is None .expected dict"),
-        ({"model": ...}, "model is missing .expected dict"),
-        ({"iter_num": "7"}, "iter_num is '7' .expected int"),
+        ({"model": None}, "model is None .expected a valid dict"),
+        ({"model": ...}, "model is missing .expected a valid dict"),
+        ({"iter_num": "7"}, "iter_num is '7' .expected a valid int"),
         ({"iter_num": True}, "iter_num is True"),
         ({"iter_num": -1}, "iter_num is -1"),
         ({"best_val_loss": float("nan")}, "best_val_loss is nan"),
@@ -379,10 +379,10 @@ WRONG_CONTENT = [  # key, change, message of sample.py and convert.py, message o
     ("model_config", lambda config: config | {"heads": 2}, "model_config: unknown heads"),
     ("model_config", lambda config: config | {"n_layer": "2"}, "n_layer='2' is not of type int"),
     ("model_config", lambda config: config | {"n_layer": -2}, "n_layer=-2 must be at least 1"),
-    ("pretrained", lambda metadata: 5, "pretrained is not what convert.py writes"),
+    ("pretrained", lambda metadata: 5, "pretrained is not valid metadata"),
 ]
 WRONG_STATE = [
-    ("sequences", lambda n: None, "sequences is None .expected int"),
+    ("sequences", lambda n: None, "sequences is None .expected a valid int"),
     ("optimizer", lambda state: {}, "optimizer state of parameter 0 is missing"),
     ("optimizer", lambda state: state | {"state": {0: 1}}, "optimizer state of parameter 0"),
     ("optimizer", lambda state: state | {"state": without(state["state"], 1)}, "of parameter 1"),

@@ -172,7 +172,7 @@ def test_what_an_earlier_run_has_written_is_no_text(run, tmp_path):
         ([], "no input: pass --input=FILE"),
         (["--input={binary.parent}"], r"no file matches .*: name its files, such as .*/\*.txt"),
         (["--input=nowhere.txt"], "no file matches --input=nowhere.txt"),
-        (["--input={binary},"], "has an empty name between its commas, or at an end"),
+        (["--input={binary},"], "has an empty name between its commas, or at either end"),
         (["--input={text}", "--tokenizer=hf:"], "unknown tokenizer='hf:'"),
         (
             ["--input={binary}", "--tokenizer=byte"],
@@ -470,7 +470,7 @@ def test_f38_a_repository_with_a_script_is_one_line(run, tmp_path, repository):
     ("readme", "message"),
     [
         ("configs:\n- config_name: a\n  data_files: sample/10BT/000*\n- config_name: b\n"
-         "  data_files: sample/10BT/001*\n", "'a', 'b'.*choose with --name=NAME"),
+         "  data_files: sample/10BT/001*\n", "'a', 'b'.*choose a configuration and a split with"),
         ("configs:\n- config_name: default\n  data_files:\n  - split: test\n"
          "    path: sample/10BT/*\n", "'test'.* and --split=NAME"),
     ],

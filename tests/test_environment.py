@@ -53,7 +53,7 @@ def test_f10_disabling_variable_is_reported(monkeypatch, name):
 
 def test_f09_no_compiler_is_one_line_with_its_remedy(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert "no C compiler on PATH" in environment.compile_obstacle(CPU)
+    assert "no C++ compiler on PATH" in environment.compile_obstacle(CPU)
 
 
 def test_f09_compiler_variable_of_several_words_is_named(monkeypatch):
@@ -95,7 +95,7 @@ def test_f09_compiled_code_takes_the_answer_whether_kernels_run(monkeypatch):
 def test_f11_gpu_too_old_for_triton_is_reported(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (6, 0))
     found = environment.compile_obstacle(torch.device("cuda"))
-    assert "compute capability 7.0, this GPU has 6.0" in found
+    assert "compute capability 7.0, but this GPU has 6.0" in found
 
 
 def maps_with(tmp_path, library):

@@ -73,13 +73,13 @@ FAULTS = {  # F84 and F86: content, and its error message
     "too large for float32": (
         lambda: weights(lambda w: w.double() * 1e300), "q_proj.weight has values that are not"),
     "bytes": (lambda: content(pretrained={"dtype": "float32", "generation_config": {"a": b"x"}}),
-              "is not what convert.py writes"),
+              "is not valid metadata of a pretrained model"),
     "context": (lambda: content(pretrained={
         "dtype": "float32", "config": {"max_position_embeddings": None}}),
-        "is not what convert.py writes"),
+        "is not valid metadata of a pretrained model"),
     "nested metadata": (
         lambda: content(pretrained={"dtype": "float32", "config": {"a": nested()}}),
-        "is not what convert.py writes"),
+        "is not valid metadata of a pretrained model"),
     "alphabet": (lambda: content(tokenizer={"tokenizer": "byte", "alphabet": "".join(
         map(chr, range(300, 600)))}), "its tokenizer has 300 to 257"),
     "nested": (lambda: content(iter_num=nested()), "iter_num is \\[\\[\\["),
@@ -120,7 +120,7 @@ def test_f86_weights_that_are_not_finite_are_not_exported(run, tmp_path):
 @pytest.mark.parametrize(
     ("key", "value", "message"),
     [
-        ("optimizer", [1], "optimizer is .1. .expected dict"),
+        ("optimizer", [1], "optimizer is .1. .expected a valid dict"),
         ("sequences", 10**30, "sequences is 1000"),
     ],
 )

@@ -128,7 +128,7 @@ def test_a_cpu_tries_no_batch_that_takes_all_of_its_memory_by_the_estimate(monke
     trial = runs_out_above(1000)
     found = fit_alone(trial, 16)
     assert found.batch_size == 8 and trial.tried == [8]
-    assert "too little memory, by an estimate: going on with --batch_size=8" in found.report
+    assert "too little memory (estimated): going on with --batch_size=8" in found.report
 
 
 def test_processes_on_one_machine_share_its_memory(monkeypatch):
@@ -160,5 +160,5 @@ def test_f50_a_batch_beyond_all_memory_is_split_by_arithmetic(monkeypatch):
     trial = runs_out_above(10**6)
     assert 1 < fit_alone(trial, 10**6, 10**6).batch_size < 16 and len(trial.tried) == 1
     monkeypatch.setattr(hardware, "available_memory_gib", lambda device: 1.0)
-    with pytest.raises(ValueError, match="out of memory: use"):
+    with pytest.raises(ValueError, match=r"too little memory \(estimated\): use"):
         fit_alone(None, 10**6, 10**6)

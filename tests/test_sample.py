@@ -81,7 +81,7 @@ def test_f43_greedy_no_top_k_and_a_prompt_longer_than_the_context(run, trained):
         ("--top_k=-1", "top_k=-1 must be at least 0"),
         ("--temperature=-0.5", "temperature=-0.5 must be at least 0"),
         ("--top_p=0", "top_p=0.0 must be above 0"),
-        ("--seed=99999999999999999999", "seed=99999999999999999999 must be an integer of 64 bits"),
+        ("--seed=99999999999999999999", "seed=99999999999999999999 must be a 64-bit integer"),
         ("--num_samples=0", "num_samples=0 must be at least 1"),
         ("--max_new_tokens=0", "max_new_tokens=0 must be at least 1"),
         ("--num_samples=1000000 --max_new_tokens=2147483647", "GiB, but cpu has .* reduce one"),

@@ -640,7 +640,7 @@ def test_only_what_transformers_computes_is_exported(student, sums, tmp_path, na
     if not name:
         assert "wrote" in student(*export)
         return
-    with pytest.raises(ValueError, match="computes something else than a Llama"):
+    with pytest.raises(ValueError, match="computes something other than a Llama"):
         student(*export)
     assert not (tmp_path / "exported").exists()
 

@@ -209,7 +209,7 @@ def test_f61_templates_with_several_tokens_are_refused_and_odd_names_kept(tmp_pa
     two = json.loads(content)
     two["post_processor"]["single"].insert(0, two["post_processor"]["single"][0])
     (tmp_path / "tokenizer.json").write_text(json.dumps(two))
-    with pytest.raises(ValueError, match="puts 2 tokens before a text: only one"):
+    with pytest.raises(ValueError, match="puts 2 tokens before a text: at most one"):
         load_tokenizer(f"hf:{tmp_path}")
 
 
@@ -612,7 +612,7 @@ def test_f66_named_chat_templates_and_the_space_before_a_text_are_kept(tmp_path)
     settings = json.loads((tmp_path / "tokenizer_config.json").read_text())
     assert settings["add_prefix_space"] is True
     wrong = pretrained.metadata | {tokenizers_.TEMPLATES: {"../../x": "a"}}
-    with pytest.raises(ValueError, match="it is not what convert.py writes"):
+    with pytest.raises(ValueError, match="it is not valid metadata"):
         checkpoint.check_metadata(wrong, "it")
 
 
@@ -1298,7 +1298,7 @@ def little_text(folder, prepare, train):
 
 def an_unknown_tokenizer(folder, prepare, train):
     prepare["--tokenizer"] = "characters"
-    yield "unknown tokenizer='characters': use gpt2, byte, .* or for your own text char or bpe:SIZE"
+    yield "unknown tokenizer='characters': use gpt2, byte or hf:.* also takes char, bpe:SIZE"
     prepare["--tokenizer"] = "char"
 
 

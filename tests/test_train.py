@@ -791,7 +791,7 @@ def test_a_sample_from_weights_that_overflowed_ends_in_one_line(run, sums, tmp_p
         ("--grad_clip=-1", r"grad_clip=-1.0 must be at least 0"),
         ("--learning_rate=nan", r"learning_rate=nan must be at least 0 and finite"),
         ("--beta2=1", r"beta2=1.0 must be at least 0 and below 1"),
-        ("--seed=99999999999999999999", r"seed=99999999999999999999 must be an integer of 64 bits"),
+        ("--seed=99999999999999999999", r"seed=99999999999999999999 must be a 64-bit integer"),
         ("--n_hidden=-1", "n_hidden=-1 must be at least 0 and at most 1000000"),
         ("--n_kv_head=-1", "n_kv_head=-1 must be at least 0 and at most 1000000"),
         ("--n_layer=9223372036854775808", "n_layer=.* must be at least 1 and at most 10000"),
@@ -825,7 +825,7 @@ def test_resume_with_another_alphabet_is_refused(run, sums, tmp_path):
     train(run, tmp_path, sums, "--max_iters=1")
     splits = {"train": ["abcdefghijkl" * 50], "val": ["abcdefghijkl" * 50]}
     write_dataset(tmp_path / "data", CharTokenizer.train("abcdefghijkl"), splits)
-    with pytest.raises(ValueError, match="the data set has another tokenizer"):
+    with pytest.raises(ValueError, match="the data set has a different tokenizer"):
         train(run, tmp_path, tmp_path / "data", "--init_from=resume")
 
 

@@ -47,7 +47,7 @@ paths: dict[Path, Path] = {}  # resolved path: path as given
 for name in input.split(","):
     pattern = os.path.expanduser(name.strip())
     if not pattern:
-        raise UserError(f"--input={input} has an empty name between its commas, or at an end")
+        raise UserError(f"--input={input} has an empty name between its commas, or at either end")
     found = [(path.resolve(), path) for path in files_matching(pattern)]
     # skip the output of an earlier run
     found = [(place, path) for place, path in found if place not in written]
