@@ -35,8 +35,7 @@ steps = 12  # steps to measure
 warmup_steps = 4  # steps to run before that
 processes = 1  # number of GPUs, one process each
 
-HERE = Path(__file__).parent
-config = configure(globals(), base=HERE / "train.py")
+config = configure(globals(), base="train.py")
 
 # like Ctrl-C, so that train.py is killed too
 on_signals(("SIGTERM", "SIGHUP"), signal.default_int_handler)
@@ -54,7 +53,7 @@ with tempfile.TemporaryDirectory() as folder:
     )
     print(f"timing {steps} steps of train.py after {warmup_steps}", file=sys.stderr)
     own = ("--steps", "--warmup_steps", "--processes")
-    command = [sys.executable, str(HERE / "train.py")]
+    command = [sys.executable, str(Path(__file__).parent / "train.py")]
     command += [argument for argument in sys.argv[1:] if argument.partition("=")[0] not in own]
     command += [f"--dataset={folder}", f"--out_dir={folder}", "--init_from=scratch"]
     command += ["--eval_interval=0", "--eval_only=False", "--log_interval=1", "--wandb_log=False"]

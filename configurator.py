@@ -18,6 +18,7 @@ import ast
 import contextlib
 import difflib
 import math
+import numbers
 import os
 import re
 import signal
@@ -31,7 +32,8 @@ from typing import Any, NamedTuple
 from steady import UserError, visible
 from steady.folder import require_file
 
-CONFIGS = Path(__file__).parent / "config"
+HERE = Path(__file__).parent
+CONFIGS = HERE / "config"
 
 # The allowed values of all scripts' settings. GPTConfig checks the architecture's, and combinations
 # are checked where they are used.
@@ -118,9 +120,9 @@ def calls_configure(node: ast.stmt) -> bool:
 
 def configure(
     namespace: dict[str, Any],
-    base: str | Path | None = None,
+    base: str = "",
     positional: str = "config/FILE.py",
-    ignored: str | Path | None = None,
+    ignored: str = "",
 ) -> dict[str, Any]:
     """Apply `sys.argv` to the settings of the calling script and return all of them.
 
@@ -145,7 +147,7 @@ def configure(
         namespace["__file__"] = script_of(namespace)
         if "ipykernel" in sys.modules:
             sys.argv = [namespace["__file__"]]
-    settings = read_settings(base) if base else {}
+    settings = read_settings(HERE / base) if base else {}
     own = read_settings(namespace["__file__"])  # a notebook cell may have edited the defaults
     settings |= {
         name: s._replace(default=namespace.get(name, s.default)) for name, s in own.items()
@@ -154,7 +156,7 @@ def configure(
         about = (namespace.get("__doc__") or "").partition("\n\n")[0]
         print(describe(settings, sys.argv[0], positional, about))
         raise SystemExit(0)
-    ignores = read_settings(ignored) if ignored else {}
+    ignores = read_settings(HERE / ignored) if ignored else {}
     config = resolve(settings, sys.argv[1:], ignores, config_files=bool(positional))
     for name in PATHS:  # shells do not expand --key=~/FOLDER
         if isinstance(config.get(name), str):
@@ -166,7 +168,7 @@ def configure(
 
 def script_of(namespace: dict[str, Any]) -> str:
     """Find the script whose settings are all in `namespace`."""
-    found = {script: read_settings(script) for script in Path(__file__).parent.glob("*.py")}
+    found = {script: read_settings(script) for script in HERE.glob("*.py")}
     fitting = [script for script in found if found[script].keys() <= namespace.keys()]
     return str(max(fitting, key=lambda script: len(found[script])))
 
@@ -276,8 +278,15 @@ def run_config_file(
         for name in set(sys.modules) - before:  # the next config may have another base
             if os.path.dirname(getattr(sys.modules[name], "__file__", None) or "") == folder:
                 del sys.modules[name]
-    imported = set()  # such as pi, from math
-    for node in ast.walk(ast.parse(source)):
+    parsed, imported = ast.parse(source), set()  # imported: such as pi, from math
+    for node in parsed.body:  # `n_layer: 6` and `n_layer == 6` are Python, but set nothing
+        value = getattr(node, "value", None)
+        expression = isinstance(node, ast.Expr)
+        compared = expression and isinstance(value, ast.Compare | ast.Dict | ast.Set)
+        if compared or isinstance(node, ast.AnnAssign) and not value:
+            line = shown(source.splitlines()[node.lineno - 1].strip())
+            raise UserError(f"{path}, line {node.lineno}: {line} sets nothing: write name = value")
+    for node in ast.walk(parsed):
         if isinstance(node, ast.ImportFrom):
             imported |= {alias.asname or alias.name for alias in node.names}
             of_python = str(node.module).partition(".")[0] in sys.stdlib_module_names
@@ -312,9 +321,11 @@ def check(setting: Setting, value: Any, where: str) -> Any:
     kind = type(setting.default)
     if type(value) is kind:
         return value
-    number = isinstance(value, int | float) and not isinstance(value, bool)  # or a numpy float
+    number = isinstance(value, numbers.Real) and not isinstance(value, bool)  # or numpy's
     if kind is float and number and not abs(value) >= 2**1023:
         return float(value)
+    if kind is int and number and isinstance(value, numbers.Integral):
+        return int(value)
     raise UserError(
         f"{where} takes a value of type {kind.__name__}, not {shown(value)}{chosen(value)}"
     )

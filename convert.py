@@ -100,16 +100,18 @@ def read_model_config(folder: Path) -> dict[str, Any]:
 def translated(theirs: dict[str, Any]) -> dict[str, Any]:
     """Translate the content of a config.json to GPTConfig's arguments."""
     kind = theirs.get("model_type")
-    rope = theirs.get("rope_parameters") or theirs.get("rope_scaling") or {}
-    rope_type = rope.get("rope_type", rope.get("type", "default"))
-    heads = theirs.get("num_attention_heads")
-    window = theirs.get("sliding_window")
+    ropes = [theirs.get(name) or {} for name in ("rope_parameters", "rope_scaling")]
+    rope = ropes[0] | ropes[1]
+    scaled = {r.get("rope_type", r.get("type", "default")) for r in ropes} - {"default"}
+    heads, longest = theirs.get("num_attention_heads"), theirs.get("max_position_embeddings", 2048)
+    window = theirs.get("sliding_window", 4096 if kind == "mistral" and longest > 4096 else None)
     if kind == "qwen3" and not theirs.get("use_sliding_window", False):
         window = None
     unsupported = {
         f"model_type {kind}": kind not in ("llama", "mistral", "qwen3"),
-        f"rope scaling {rope_type}": rope_type != "default",
+        f"rope scaling {', '.join(scaled)}": scaled,
         f"sliding_window {window}": window is not None,
+        "is_causal": not theirs.get("is_causal", True),
         "attention_bias": theirs.get("attention_bias", False),
         "mlp_bias": theirs.get("mlp_bias", False),
         f"hidden_act {theirs.get('hidden_act')}": theirs.get("hidden_act", "silu") != "silu",
@@ -122,7 +124,7 @@ def translated(theirs: dict[str, Any]) -> dict[str, Any]:
         raise UserError(f"these settings are not supported: {', '.join(found)}; use another model")
     theta = rope.get("rope_theta", theirs.get("rope_theta", 10000.0))
     return {
-        "block_size": theirs.get("max_position_embeddings", 2048),
+        "block_size": longest,
         "vocab_size": theirs["vocab_size"],
         "n_layer": theirs["num_hidden_layers"],
         "n_head": heads,
@@ -174,6 +176,9 @@ def read_pretrained(source: str) -> Pretrained:
         raise UserError(f"{folder / 'model.safetensors.index.json'} has no valid weight_map")
     if missing := sorted(set(listed.values()) - {file.name for file in files}):
         raise UserError(f"{folder} lacks {', '.join(missing[:5])}: download the model again")
+    # as transformers does: other files there may be older copies
+    used = {"model.safetensors"} if folder / "model.safetensors" in files else {*listed.values()}
+    files = [file for file in files if file.name in used] or files
     tensors = {}
     for file in files:
         require_file(file)
@@ -191,7 +196,12 @@ def read_pretrained(source: str) -> Pretrained:
         if not name.endswith("rotary_emb.inv_freq")
     }
     if model_config["tied_embeddings"] and "token_embedding.weight" in weights:
-        weights["lm_head.weight"] = weights["token_embedding.weight"]
+        embedding = weights["token_embedding.weight"]
+        if not torch.equal(weights.setdefault("lm_head.weight", embedding), embedding):
+            raise UserError(
+                f"{folder}: lm_head.weight differs from the embedding, but its config.json has "
+                "tie_word_embeddings: set it to false there if the model is not tied"
+            )
     if model_config["n_layer"] > len(tensors):  # building them all takes minutes
         raise UserError(
             f"{folder}: its config.json has {model_config['n_layer']} layers, but there are only "
@@ -213,7 +223,9 @@ def read_pretrained(source: str) -> Pretrained:
             metadata[TEMPLATES] = {path.stem: path.read_text("utf-8") for path in named}
     except UnicodeDecodeError as error:
         raise UserError(f"{folder} has a chat template that is not UTF-8: {error}") from None
-    metadata["dtype"] = str(next(iter(tensors.values())).dtype).removeprefix("torch.")
+    dtype = next(iter(tensors.values())).dtype
+    dtype = torch.bfloat16 if dtype.itemsize < 2 else dtype  # FP8 would round finetuned weights
+    metadata["dtype"] = str(dtype).removeprefix("torch.")
     return Pretrained(model_config, weights, hf_tokenizer_meta(folder), metadata)
 
 

@@ -203,11 +203,13 @@ figure.align_ylabels(axes)
 for panel in axes:
     panel.grid(alpha=0.3)
     panel.spines[["top", "right"]].set_visible(False)
+kind = Path(png).suffix[1:]
+if kind not in ("png", "svg", "pdf", "ps", "eps"):  # formats with metadata
+    raise UserError(f"--png={png} must end in .png, .svg, .pdf, .ps or .eps")
 WRITER = "plot.py of steadyGPT"  # in the metadata: only our own plots are overwritten
 if Path(png).is_file() and WRITER.encode() not in Path(png).read_bytes():
     raise UserError(f"{png} exists and was not made by plot.py: move it, or use another --png")
 try:
-    kind = Path(png).suffix[1:]
     with atomic_write(Path(png)) as file:  # if the disk is full, the old plot stays
         written = {"Creator" if kind != "png" else "Software": WRITER}
         figure.savefig(file, dpi=150, format=kind, metadata=written)

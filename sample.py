@@ -42,7 +42,7 @@ seed = 1337  # for drawing the samples
 device = "auto"  # auto, cpu, cuda, cuda:N, mps
 dtype = "auto"  # auto, float32, bfloat16, float16
 
-configure(globals(), ignored=Path(__file__).parent / "train.py")
+configure(globals(), ignored="train.py")
 
 device = hardware.choose_device(device)
 dtype = hardware.choose_dtype(dtype, device)
@@ -56,9 +56,10 @@ hardware.use_onednn(device, dtype, model.config.n_embd, model.config.block_size)
 tokenizer = checkpoint.tokenizer_of(saved, path)
 
 if start.startswith("FILE:"):
-    require_file(Path(start.removeprefix("FILE:")))
+    file = Path(start.removeprefix("FILE:")).expanduser()
+    require_file(file)
     try:
-        start = Path(start.removeprefix("FILE:")).read_bytes().decode("utf-8-sig")
+        start = file.read_bytes().decode("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"cannot read --start={start}: {error}") from None
 if any("\ud800" <= character <= "\udfff" for character in start):  # invalid bytes from the shell

@@ -36,7 +36,7 @@ NAMES = ("out_dir", "wandb_project", "wandb_run_name")  # settings that do not a
 PARAMS_PER_GROUP = 2**27  # fsdp's limit, unless a single block is larger
 
 # the number of processes, set by launchers other than torchrun
-SLURM_SIZES = ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
+SLURM_SIZES = ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")  # of the step, else of the whole job
 MPI_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE", "MPI_LOCALNRANKS")
 
 
@@ -149,9 +149,9 @@ def require_torchrun() -> None:
     would train the same run (F77)."""
     in_step = "SLURM_STEP_ID" in os.environ or os.environ.get("SLURM_PROCID", "0") != "0"
     # outside a step this may be the batch script itself
-    names = (*SLURM_SIZES, *MPI_SIZES) if in_step else MPI_SIZES
-    sizes = [os.environ[name] for name in names if os.environ.get(name, "").isdecimal()]
-    number = max(map(int, sizes), default=1)
+    slurm = [name for name in SLURM_SIZES if in_step and name in os.environ][:1]
+    sizes = [os.environ[name] for name in (*slurm, *MPI_SIZES) if name in os.environ]
+    number = max((int(size) for size in sizes if size.isdecimal()), default=1)
     if "RANK" in os.environ or number == 1:
         return
     raise UserError(

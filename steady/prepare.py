@@ -322,6 +322,8 @@ def encode_batch(
 
 def encode_document(tokenizer: Tokenizer, piece: Piece) -> list[Sequence[int]]:
     """The ids of a piece, with the begin-of-text and end-of-text tokens at the ends of its text."""
+    if not (piece.before or piece.text or piece.after):  # an empty document
+        return []
     ids = list(encode_pieces(tokenizer, [piece.text], piece.before, piece.after))
     begin = [] if tokenizer.begin_of_text is None or piece.before else [tokenizer.begin_of_text]
     end = [] if tokenizer.end_of_text is None or piece.after else [tokenizer.end_of_text]
@@ -353,15 +355,22 @@ def complete(folder: Path, tokenizer: Tokenizer, done: dict[str, Any]) -> None:
                 f"the {split} split of {folder} would be empty: use more text, or another "
                 "--val_fraction"
             )
-    meta = tokenizer.meta() | {
-        "vocab_size": tokenizer.vocab_size,
-        "dtype": {2: "uint16", 4: "uint32"}[dtype.itemsize],
-        "tokens": tokens,
-        "bytes": done["bytes"],
-        "crc32": {split: file_crc(path) for split, path in paths.items()},
-        "begins": {split: crc_of_start(path) for split, path in paths.items()},
-        "unigram_entropy": unigram_entropy(paths["val"], tokenizer),
-    }
+    seen = count_tokens(paths["val"], tokenizer)
+    probabilities = seen[seen > 0] / seen.sum()
+    meta = (
+        tokenizer.meta()
+        | {
+            "vocab_size": tokenizer.vocab_size,
+            "dtype": {2: "uint16", 4: "uint32"}[dtype.itemsize],
+            "tokens": tokens,
+            "bytes": done["bytes"],
+            "crc32": {split: file_crc(path) for split, path in paths.items()},
+            "begins": {split: crc_of_start(path) for split, path in paths.items()},
+            # the loss in nats of the best model that only knows token frequencies
+            "unigram_entropy": float(-(probabilities * np.log(probabilities)).sum()),
+        }
+        | ({"trained": True} if getattr(tokenizer, "trained", False) else {})
+    )
     with atomic_write(folder / "meta.json") as file:
         file.write(json.dumps(meta, indent=1).encode() + b"\n")
     for path in paths.values():
@@ -370,6 +379,13 @@ def complete(folder: Path, tokenizer: Tokenizer, done: dict[str, Any]) -> None:
         (folder / name).unlink(missing_ok=True)
     for split in SPLITS:
         print(f"{folder / split}.bin: {tokens[split]:,} tokens{replaced}")
+    unknown = getattr(tokenizer, "unknown", None)
+    share = 0 if unknown is None else seen[unknown] / seen.sum()
+    if share > 0.01:
+        print(
+            f"warning: {share:.0%} of val.bin's tokens are the unknown token: use a tokenizer that "
+            "was made for such text, or gpt2 or byte, which know every character"
+        )
 
 
 def say_how_to_train(folder: Path, tokenizer: Tokenizer, name: str = "") -> None:
@@ -398,14 +414,13 @@ def say_how_to_train(folder: Path, tokenizer: Tokenizer, name: str = "") -> None
     print(f"vocabulary size {tokenizer.vocab_size:,}; train on it with: {command}")
 
 
-def unigram_entropy(path: Path, tokenizer: Tokenizer) -> float:
-    """The loss in nats of the best model that only knows token frequencies."""
+def count_tokens(path: Path, tokenizer: Tokenizer) -> np.ndarray:
+    """How often each id (vocab_size,) is in a token file."""
     seen = np.zeros(tokenizer.vocab_size, dtype=np.int64)
     with open(path, "rb") as file:
         while len(ids := np.fromfile(file, dtype=token_dtype(tokenizer), count=2**20)):
             seen += np.bincount(ids, minlength=len(seen))
-    probabilities = seen[seen > 0] / seen.sum()
-    return float(-(probabilities * np.log(probabilities)).sum())
+    return seen
 
 
 def refuse_foreign_files(folder: Path) -> None:
@@ -430,9 +445,10 @@ def refuse_foreign_files(folder: Path) -> None:
 
 
 def folder_tokenizer(folder: Path) -> str | None:
-    """meta.json's copy of the tokenizer.json in `folder`; None if the data set uses another."""
+    """meta.json's copy of the tokenizer.json that bpe:SIZE has written to `folder`, else None."""
     with contextlib.suppress(ValueError, TypeError, RecursionError):
-        text = read_json(folder / "meta.json").get("json")
+        meta = read_json(folder / "meta.json")
+        text = meta.get("trained") and meta.get("json")
         if text and json.loads(text) == read_json(folder / "tokenizer.json"):
             return text
     return None
@@ -504,11 +520,13 @@ def prepare_from_hub(
             f"{path} has no column text, only {shown(', '.join(dataset.column_names))}: save it as "
             "Parquet files, and pass them to data/text/prepare.py with --column=NAME"
         )
+    local = [p for p in sorted(Path(path).rglob("*")) if p.is_file()] if Path(path).is_dir() else ()
     n_shards = dataset.num_shards if streaming else math.ceil(len(dataset) / DOCUMENTS_PER_SHARD)
     source = {
         "path": path, "name": name, "split": split, "revision": revision,
         "val_fraction": val_fraction,
         "shards": n_shards, "documents": None if streaming else len(dataset),
+        "files": [[str(p), p.stat().st_size, p.stat().st_mtime_ns] for p in local],
     }  # fmt: skip
     limit = np.uint64(int(val_fraction * 2**64))
 
@@ -607,7 +625,7 @@ def run_named(name: str) -> tuple[Path, dict[str, Any], int]:
     """The checkpoint of run:FOLDER (or run:FILE): its file, its tokenizer and its block_size."""
     from steady import checkpoint  # which needs torch
 
-    path = Path(name.removeprefix("run:"))
+    path = Path(name.removeprefix("run:")).expanduser()
     file = path if path.is_file() else checkpoint.find(path)
     if not file.exists():
         raise UserError(f"--tokenizer={name}: there is no checkpoint of a run at {file}")
@@ -619,7 +637,7 @@ def train_own_bpe(folder: Path, name: str, texts: Iterable[str]) -> Tokenizer:
     """Train a BPE of the size in `bpe:SIZE`. The same texts give the same BPE, so an interrupted
     run can train it again."""
     size = name.partition(":")[2]
-    if not size.isdigit():
+    if not size.isdecimal():
         raise UserError(f"unknown tokenizer={name!r}: give the vocabulary size, as in bpe:8192")
     for path in (folder / "tokenizer.json", folder / "tokenizer_config.json"):
         if os.path.lexists(path) and not folder_tokenizer(folder):

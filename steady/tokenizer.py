@@ -3,6 +3,7 @@
 import hashlib
 import itertools
 import json
+import os
 import re
 import reprlib
 from collections.abc import Iterable, Iterator, Sequence
@@ -216,6 +217,8 @@ class HFTokenizer:
     that end a sample. special_tokens: encode special tokens in a text as tokens, not characters.
     """
 
+    trained = False  # by train_bpe, on the data set's own texts
+
     def __init__(
         self,
         content: str,
@@ -232,8 +235,7 @@ class HFTokenizer:
             self.tokenizer = Tokenizer.from_str(content)
         except Exception as error:
             raise UserError(f"this is not a tokenizer.json: {error}") from None
-        self.tokenizer.no_truncation()  # many files set both, for a model's inputs
-        self.tokenizer.no_padding()
+        make_plain(self.tokenizer)
         self.content, self.end_of_text, self.begin_of_text = content, end_of_text, begin_of_text
         ends = [] if end_of_text is None else [end_of_text]
         self.stop_tokens = list(dict.fromkeys([*ends, *stop_tokens]))
@@ -245,6 +247,8 @@ class HFTokenizer:
             raise UserError(
                 f"this tokenizer.json has id {self.vocab_size - 1}, but {len(vocabulary)} tokens"
             )
+        model = json.loads(content)["model"]
+        self.unknown = model.get("unk_id", vocabulary.get(model.get("unk_token")))
         # the byte fallback tokens that some models have: <0x00> to <0xFF>
         bytes_ = [vocabulary.get(f"<0x{i:02X}>") for i in range(256)]
         self.byte_ids = None if None in bytes_ else bytes_
@@ -254,8 +258,7 @@ class HFTokenizer:
             special |= {*self.stop_tokens} | {begin_of_text} - {None}
             content = without_spellings(content, special - {*bytes_})
             self.for_text = Tokenizer.from_str(content)
-            self.for_text.no_truncation()
-            self.for_text.no_padding()
+            make_plain(self.for_text)
             self.for_text.encode_special_tokens = True
 
     def encode(self, text: str) -> list[int]:
@@ -338,6 +341,14 @@ class HFTokenizer:
         return None
 
 
+def make_plain(tokenizer: Any) -> None:
+    """Switch off truncation, padding and BPE dropout. Many files set them, for a model's inputs."""
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    if getattr(tokenizer.model, "dropout", None):
+        tokenizer.model.dropout = None
+
+
 def without_spellings(content: str, ids: set[int]) -> str:
     """A tokenizer.json in which no text encodes to the tokens `ids`. Some models (Unigram,
     WordLevel) have them in their vocabulary and would match them. Ordinary text among them stays:
@@ -356,7 +367,11 @@ def without_spellings(content: str, ids: set[int]) -> str:
     bare = {name: name.removesuffix(suffix).removeprefix(prefix) for name in names.values()}
     ordinary = {*results, *(name for name in bare if len(bare[name]) < 2)}
     names = {id: name for id, name in names.items() if name not in ordinary}
-    names |= {token["id"]: token["content"] for token in added if token["id"] in ids}
+    for token in added:
+        if token["id"] in ids and len(token["content"]) > 1:
+            names[token["id"]] = token["content"]
+        elif len(token["content"]) < 2:  # a line feed, for example, is ordinary text
+            token["special"] = False
     # no text has these, even if a normalizer drops the NULs
     secret = hashlib.sha256(content.encode()).hexdigest()
     hidden = {name: f"\0{secret}{id}\0" for id, name in names.items()}
@@ -416,7 +431,9 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> HFTokenizer:
     )
     tokenizer.train_from_iterator(texts, trainer)
     # as in the data set's tokenizer.json, so that hf:FOLDER gives the same tokenizer
-    return HFTokenizer(tokenizer.to_str(pretty=True), end_of_text=0)
+    trained = HFTokenizer(tokenizer.to_str(pretty=True), end_of_text=0)
+    trained.trained = True
+    return trained
 
 
 # the keys of meta.json that checkpoints keep
@@ -447,8 +464,9 @@ def find_folder(source: str, patterns: list[str]) -> Path:
 
     Raises UserError if there is neither.
     """
-    if Path(source).is_dir():
-        return Path(source)
+    folder = Path(source).expanduser()
+    if folder.is_dir():
+        return folder
     try:
         from huggingface_hub import snapshot_download
 
@@ -669,7 +687,7 @@ def load_tokenizer(name: str, special_tokens: bool = False) -> Tokenizer:
     special_tokens: encode special tokens in a text as tokens, not as characters.
     """
     if name.startswith("hf:") and name != "hf:":
-        source = name[3:]
+        source = os.path.expanduser(name[3:])
         if Path(source).name == "tokenizer.json" and Path(source).is_file():
             source = str(Path(source).parent)
         folder = find_folder(source, ["*.json", "tokenizer.model"])

@@ -41,7 +41,7 @@ def test_bench_times_the_real_training_step_and_turns_compares_checkouts(
     assert all(run["device"] == "cpu" for run in runs)
     process = fork("dev/turns.py", f"--folders={tmp_path},nowhere")
     shown = process.stdout.read()
-    assert process.wait() == 1 and shown.startswith("error: --folders: 'nowhere' is no checkout")
+    assert process.wait() == 1 and shown.startswith("error: --folders: 'nowhere' is not a checkout")
 
 
 def test_bench_passes_on_what_train_says_when_it_fails(fork):

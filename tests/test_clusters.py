@@ -248,6 +248,8 @@ def test_f76_runs_are_told_apart_by_the_shortest_names(run, tmp_path, monkeypatc
         ({"SLURM_STEP_NUM_TASKS": "1", "SLURM_STEP_ID": "0", "PMI_SIZE": "2"}, "mpirun has"),
         ({"SLURM_NTASKS": "4", "SLURM_PROCID": "0"}, None),  # the batch script itself
         ({"SLURM_STEP_NUM_TASKS": "1", "SLURM_STEP_ID": "0"}, None),
+        ({"SLURM_STEP_NUM_TASKS": "1", "SLURM_STEP_ID": "4294967290", "SLURM_NTASKS": "4"},
+         None),  # the shell of salloc -n 4
         ({"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_ID": "0", "RANK": "0", "LOCAL_RANK": "0",
           "WORLD_SIZE": "1"}, None),  # torchrun within srun
     ],

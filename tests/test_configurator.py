@@ -179,6 +179,17 @@ def test_f50_settings_have_an_upper_limit(name):
         check_values({name: 2**63})
 
 
+@pytest.mark.parametrize("line", ["steps: 3", "steps == 3", '{"steps": 3}'])
+def test_a_line_of_a_config_file_that_sets_nothing_is_named(settings, tmp_path, line):
+    (tmp_path / "c.py").write_text(f"rate = 0.5\n{line}\n")
+    with pytest.raises(
+        ValueError, match="c.py, line 2: .*steps.* sets nothing: write name = value"
+    ):
+        resolve(settings, [str(tmp_path / "c.py")])
+    (tmp_path / "c.py").write_text('"""About it."""\nrate = 0.5\n_a: int = 3\nprint(_a)\n')
+    assert resolve(settings, [str(tmp_path / "c.py")])["rate"] == 0.5
+
+
 def test_missing_config_file_and_missing_value_say_what_to_write(settings):
     with pytest.raises(ValueError, match="config file nowhere.py failed: FileNotFoundError"):
         resolve(settings, ["nowhere.py"])
@@ -198,9 +209,11 @@ def test_a_whole_number_may_have_an_exponent(settings, text, value):
 
 def test_numpys_numbers_are_numbers(settings, tmp_path):
     file = tmp_path / "c.py"
-    file.write_text("import numpy as np\nrate = np.float64(1e-3)\n")
-    found = resolve(settings, [str(file)])["rate"]
-    assert found == 1e-3 and type(found) is float
+    for kind in ("float64", "float32"):
+        file.write_text(f"import numpy as np\nrate = np.{kind}(0.25)\nsteps = np.int64(3)\n")
+        found = resolve(settings, [str(file)])
+        assert (found["rate"], type(found["rate"])) == (0.25, float)
+        assert (found["steps"], type(found["steps"])) == (3, int)
 
 
 def test_folders_may_begin_with_the_home_folder(tmp_path, monkeypatch):

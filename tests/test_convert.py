@@ -96,7 +96,10 @@ def test_older_config_files_are_understood(tmp_path):
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}, "rope_parameters": None},
          "rope scaling llama3"),
         ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "rope scaling yarn"),
+        ({"rope_scaling": {"type": "linear", "factor": 4.0}}, "rope scaling linear"),
         ({"sliding_window": 4096}, "sliding_window 4096"),
+        ({"model_type": "mistral", "max_position_embeddings": 8192}, "sliding_window 4096"),
+        ({"is_causal": False}, "is_causal"),
         ({"attention_bias": True}, "attention_bias"),
         ({"mlp_bias": True}, "mlp_bias"),
         ({"hidden_act": "gelu"}, "hidden_act gelu"),
@@ -141,6 +144,35 @@ def test_a_second_copy_of_the_weights_is_left_alone(tmp_path):
     other = {"tok_embeddings.weight": torch.zeros(96, 64)}
     safetensors_torch.save_file(other, tmp_path / "consolidated.safetensors")
     convert.read_pretrained(str(tmp_path))
+
+
+@pytest.mark.parametrize("shards", [False, True])
+def test_older_copies_of_the_weights_are_left_alone(tmp_path, shards):
+    """As in transformers: model.safetensors, or else exactly the files that the index names."""
+    model, tokens = theirs(), torch.randint(0, 96, (1, 32))
+    model.save_pretrained(tmp_path, max_shard_size="50KB" if shards else "1GB")
+    older = {name: torch.zeros_like(tensor) for name, tensor in model.state_dict().items()}
+    for name in ("model-00001-of-00001.safetensors", "model_old.safetensors"):
+        safetensors_torch.save_file(older, tmp_path / name)
+    with torch.no_grad():
+        expected = model(tokens).logits
+    torch.testing.assert_close(logits_of(tmp_path, tokens), expected, atol=1e-4, rtol=1e-4)
+
+
+def test_a_head_that_is_not_the_embedding_is_not_tied_silently(tmp_path):
+    theirs().save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
+    with pytest.raises(ValueError, match="lm_head.weight differs .*set it to false"):
+        convert.read_pretrained(str(tmp_path))
+
+
+def test_a_model_in_8_bits_is_exported_in_bfloat16(tmp_path):
+    model = theirs()
+    weights = {name: tensor.to(torch.float8_e4m3fn) for name, tensor in model.state_dict().items()}
+    model.save_pretrained(tmp_path)
+    safetensors_torch.save_file(weights, tmp_path / "model.safetensors")
+    assert convert.read_pretrained(str(tmp_path)).metadata["dtype"] == "bfloat16"
 
 
 def test_tied_weights_without_an_embedding_are_named(tmp_path):

@@ -46,9 +46,11 @@ def test_f33_prompt_may_hold_equals_signs(run, trained):
     assert sample(run, trained, "--start=1+1=", "--num_samples=1").startswith("1+1=")
 
 
-def test_prompt_from_a_file(run, trained, tmp_path):
+def test_prompt_from_a_file(run, trained, tmp_path, monkeypatch):
     (tmp_path / "prompt.txt").write_text("7+8=", encoding="utf-8")
     assert sample(run, trained, f"--start=FILE:{tmp_path / 'prompt.txt'}").startswith("7+8=")
+    monkeypatch.setenv("HOME", str(tmp_path))  # the shell does not expand FILE:~/
+    assert sample(run, trained, "--start=FILE:~/prompt.txt").startswith("7+8=")
     with pytest.raises(ValueError, match="cannot read --start=FILE:nowhere.txt"):
         sample(run, trained, "--start=FILE:nowhere.txt")
 

@@ -476,6 +476,58 @@ def test_f65_a_stop_token_that_is_ordinary_text_stays_text(tmp_path):
     assert found.decode(ids) == "the\n\nhen</s>\n" and ids.count(line_feed) == 3 and 0 not in ids
 
 
+@pytest.mark.parametrize("special", [False, True])
+def test_f65_a_line_feed_that_was_added_as_a_token_stays_text(tmp_path, special):
+    words = {"[UNK]": 0, "line": 1}
+    made = tokenizers.Tokenizer(tokenizers.models.WordPiece(words, unk_token="[UNK]"))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.BertPreTokenizer()
+    (made.add_special_tokens if special else made.add_tokens)(["\n"])
+    made.add_special_tokens(["[SEP]"])
+    (tmp_path / "tokenizer.json").write_text(made.to_str())
+    found = load_tokenizer(f"hf:{tmp_path}")
+    assert found.encode("line\nline") == [1, 2, 1] == encode_prompt(found, "line\nline")
+    assert 3 not in found.encode("line [SEP]")
+
+
+def test_f65_bpe_dropout_is_switched_off(tmp_path):
+    """Otherwise a text has other ids each time, and an interrupted preparation loses text."""
+    made = byte_level(["</s>"])
+    made.model.dropout = 0.5
+    (tmp_path / "tokenizer.json").write_text(made.to_str())
+    assert made.encode(STORIES[0]).ids != made.encode(STORIES[0]).ids
+    for special_tokens in (False, True):
+        found = load_tokenizer(f"hf:{tmp_path}", special_tokens)
+        ids = found.encode(STORIES[0])
+        assert all(found.encode(STORIES[0]) == ids for _ in range(9))
+        assert encode_prompt(found, STORIES[0]) == ids
+
+
+def test_a_tokenizer_that_does_not_know_the_text_is_noticed(tmp_path, capsys):
+    words = {"[UNK]": 0, "known": 1}
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="[UNK]"))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    (tmp_path / "tokenizer.json").write_text(made.to_str())
+    for other, share in ("known", None), ("new", "25%"):
+        path = rows_file(tmp_path / "a.jsonl", [f"known known known {other}"] * 40)
+        prepare_from_files(tmp_path / "out", f"hf:{tmp_path}", [path])
+        shown = capsys.readouterr().out
+        assert ("unknown token" in shown) is bool(share)
+        assert share is None or f"warning: {share} of val.bin's tokens are the unknown" in shown
+
+
+@pytest.mark.parametrize("kind", ["byte", "char"])
+def test_empty_documents_are_left_out(tmp_path, kind):
+    """Otherwise the data has runs of end-of-text tokens, which are easy to predict."""
+    texts = ["", "abc", "", "", "def"] * 40
+    prepare_from_files(tmp_path / "a", kind, [rows_file(tmp_path / "a.jsonl", texts)], "text", 0.3)
+    for split in ("train", "val"):
+        ids = read(tmp_path / "a", split)
+        end = {"byte": 256, "char": 6}[kind]
+        assert ids.count(end) * 4 == len(ids) and ids[3::4] == [end] * (len(ids) // 4)
+    with pytest.raises(ValueError, match="the train split of .* would be empty"):
+        prepare_from_files(tmp_path / "b", kind, [rows_file(tmp_path / "b.jsonl", [""] * 40)])
+
+
 def test_f65_an_added_token_that_merges_spell_is_text_too(tmp_path):
     made = json.loads(byte_level(["</s>"]).to_str())
     merged = made["model"]["vocab"]["he"]
@@ -820,6 +872,20 @@ def test_f68_a_data_folder_has_no_tokenizer_of_an_earlier_data_set(run, tmp_path
     for tokenizer, there in (("bpe:300", True), ("byte", False), ("bpe:290", True)):
         run(*prepare, f"--tokenizer={tokenizer}")
         assert (tmp_path / "a" / "tokenizer.json").exists() is there
+
+
+def test_f83_a_tokenizer_of_the_users_own_stays_in_the_data_folder(tmp_path):
+    path = rows_file(tmp_path / "a.jsonl", STORIES)
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / "out").mkdir(exist_ok=True)
+        (tmp_path / "out" / file).write_text(byte_level(["</s>"]).to_str())
+    content = (tmp_path / "out" / "tokenizer.json").read_text()
+    for tokenizer in (f"hf:{tmp_path / 'out'}", "byte"):
+        prepare_from_files(tmp_path / "out", tokenizer, [path])
+        assert (tmp_path / "out" / "tokenizer.json").read_text() == content
+        assert (tmp_path / "out" / "tokenizer_config.json").exists()
+    with pytest.raises(ValueError, match="tokenizer.json is not part of a data set: move it"):
+        prepare_from_files(tmp_path / "out", "bpe:300", [path])
 
 
 def test_f68_an_export_of_an_alphabet_without_english_letters_is_finetuned(tmp_path):
@@ -1214,7 +1280,7 @@ def test_a_bpe_of_ones_own_is_the_same_tokenizer_by_its_folder(tmp_path):
     path = rows_file(tmp_path / "a.jsonl", [f"text {i}" for i in range(300)])
     prepare_from_files(tmp_path / "own", "bpe:300", [path])
     prepare_from_files(tmp_path / "other", f"hf:{tmp_path / 'own'}", [path])
-    assert read_meta(tmp_path / "own") == read_meta(tmp_path / "other")
+    assert read_meta(tmp_path / "own") == read_meta(tmp_path / "other") | {"trained": True}
     prepare_from_files(tmp_path / "own", f"hf:{tmp_path / 'own'}", [path])
     assert (tmp_path / "own" / "tokenizer.json").exists()
 

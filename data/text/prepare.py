@@ -14,7 +14,9 @@ memory, except for JSON lists. If a run is interrupted, run the same command aga
 `**` in a glob does not follow links to folders, and each file is read only once.
 """
 
+import glob
 import os
+import shlex
 import sys
 from pathlib import Path
 
@@ -44,7 +46,8 @@ if not input:
 folder = Path(out or Path(__file__).parent)
 written = {(folder / name).resolve() for name in FILES}
 paths: dict[Path, Path] = {}  # resolved path: path as given
-for name in input.split(","):
+whole = Path(input).expanduser().is_file()  # a name with a comma
+for name in [glob.escape(input)] if whole else input.split(","):
     pattern = os.path.expanduser(name.strip())
     if not pattern:
         raise UserError(f"--input={input} has an empty name between its commas, or at either end")
@@ -52,7 +55,8 @@ for name in input.split(","):
     # skip the output of an earlier run
     found = [(place, path) for place, path in found if place not in written]
     if not found:
-        hint = f": name its files, such as --input='{pattern}/**/*.txt'"
+        files = shlex.quote(f"{glob.escape(pattern)}/**/*.txt")
+        hint = f": name its files, such as --input={files}"
         raise UserError(f"no file matches --input={pattern}" + hint * Path(pattern).is_dir())
     for place, path in found:
         paths.setdefault(place, path)
