@@ -75,6 +75,7 @@ RANGES = (
 )  # fmt: skip
 
 
+ARITHMETIC = {f.__name__: f for f in (abs, float, int, max, min, round, str)}  # for defaults
 PATHS = ("out_dir", "dataset", "init_from", "to", "input", "out", "data")  # may begin with ~/
 
 
@@ -90,7 +91,8 @@ class Setting(NamedTuple):
 def read_settings(script: str | Path) -> dict[str, Setting]:
     """Read a script's settings from its source without running it.
 
-    Settings are module-level assignments of plain values before the call of `configure`.
+    Settings are module-level assignments of plain values, or of arithmetic with them, before the
+    call of `configure`.
     """
     source = Path(script).read_text(encoding="utf-8")
     lines, settings, section = source.splitlines(), {}, ""
@@ -101,10 +103,14 @@ def read_settings(script: str | Path) -> dict[str, Setting]:
         name = getattr(target, "id", "_")
         if name.isupper() or name.startswith("_"):
             continue  # a constant, or private
-        try:
-            default = ast.literal_eval(node.value)
-        except ValueError:
-            continue  # a computed value: not a setting
+        try:  # such as 5 * 8, or learning_rate / 10; not what other functions return
+            earlier = {name: setting.default for name, setting in settings.items()}
+            code = compile(ast.Expression(node.value), str(script), "eval")
+            default = eval(code, {"__builtins__": ARITHMETIC} | earlier)
+        except Exception:
+            continue
+        if type(default) not in (bool, int, float, str, list, tuple, dict, type(None)):
+            continue
         above = takewhile(lambda line: line.startswith("#"), reversed(lines[: node.lineno - 1]))
         for line in above:  # the first line of a comment block names the section
             section = line.lstrip("# ")
@@ -311,8 +317,10 @@ def parse(text: str, kind: type) -> Any:
     if kind is int and re.fullmatch(r"\d{1,9}e\d", text):
         return int(float(text))
     try:
+        if kind in (list, tuple):
+            return ast.literal_eval(text)
         return kind(text) if kind in (int, float) else text
-    except ValueError:
+    except (ValueError, SyntaxError):
         return text
 
 

@@ -79,7 +79,7 @@ generator = torch.Generator(device=device).manual_seed(seed)
 
 ends = torch.tensor(tokenizer.stop_tokens if stop_at_end else [], dtype=torch.long, device=device)
 ended = torch.zeros(num_samples, dtype=torch.bool, device=device)
-printed, ids = start, []
+printed, ids = "", []
 show = visible if sys.stdout.isatty() else str  # escape control characters on a terminal
 prompt_length = len(tokenizer.decode(prompt))  # in characters; may differ from len(start)
 
@@ -115,8 +115,6 @@ evaluated = math.isfinite(saved["best_val_loss"])
 print(f"# loaded {path}: {model.num_params():,} parameters, iteration {saved['iter_num']}, "
       + (f"{best} {saved['best_val_loss']:.4f}" if evaluated else "no best loss"),
       file=sys.stderr)  # fmt: skip
-if num_samples == 1:
-    print(show(start), end="", flush=True)
 began = time.perf_counter()
 samples = generate(
     model, tokens, max_new_tokens, temperature, top_k, top_p,

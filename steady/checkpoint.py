@@ -466,7 +466,8 @@ def architecture(saved: dict[str, Any], kind: type[GPTConfig], path: Path) -> GP
             raise UserError(
                 f"n_layer={config.n_layer}, but the file has {len(saved['model'])} weights"
             )
-        if config.block_size * config.head_dim > max(MAX_ROPE_VALUES, path.stat().st_size):
+        rope_values = config.block_size * getattr(config, "head_dim", 0)
+        if rope_values > max(MAX_ROPE_VALUES, path.stat().st_size):
             raise UserError(f"block_size={config.block_size} is too large for the size of the file")
         return config
     except UserError as error:

@@ -240,6 +240,11 @@ class DataLoader:
         process: Process = SINGLE_PROCESS,
         offset: int = 0,
     ):
+        if not accumulation:
+            raise UserError(
+                f"an iteration has fewer sequences than one micro-batch ({batch_size}): settings "
+                "must be changed above the call of configure()"
+            )
         self.file, self.batch_size, self.seed = file, batch_size, seed
         self.accumulation, self.process, self.offset = accumulation, process, offset
         self.reader = ThreadPoolExecutor(max_workers=1)

@@ -38,10 +38,11 @@ class KVCache:
         dtype: torch.dtype,
     ):
         length = math.ceil(length / 16) * 16  # attention copies masks of other widths
-        shape = (batch_size, config.n_kv_head, length, config.head_dim)
+        heads, head_dim = key_heads(config)
+        shape = (batch_size, heads, length, head_dim)
         self.position = torch.zeros((), device=device, dtype=torch.int64)  # tokens held
         self.slots = torch.arange(length, device=device)
-        self.heads_per_key = config.n_head // config.n_kv_head
+        self.heads_per_key = config.n_head // heads
         self.keys = [torch.zeros(shape, device=device, dtype=dtype) for _ in range(config.n_layer)]
         self.values = [torch.zeros_like(keys) for keys in self.keys]
 
@@ -71,12 +72,20 @@ class KVCache:
         return y.reshape(B, H, T, D)
 
 
+def key_heads(config: GPTConfig) -> tuple[int, int]:
+    """The number of key heads and their width. A model that you have edited may lack the settings:
+    then the model has as many key heads as query heads, or no attention at all."""
+    heads = getattr(config, "n_head", 0)
+    width = getattr(config, "head_dim", config.n_embd // max(1, heads))
+    return getattr(config, "n_kv_head", heads), width
+
+
 def require_room(
     config: GPTConfig, n: int, prompt: int, new: int, dtype: torch.dtype, device: torch.device
 ) -> None:
     """Raises UserError if `device` cannot hold n samples of prompt + new tokens. Allocates
     nothing."""
-    values = 2 * config.n_layer * config.n_kv_head * config.head_dim  # cached per token
+    values = 2 * config.n_layer * math.prod(key_heads(config))  # cached per token
     cache = dtype.itemsize * values * min(config.block_size, prompt + new)
     tokens, logits = 2 * 8 * (prompt + new), 3 * 4 * config.vocab_size  # with copies
     needed = n * (cache + tokens + logits) / 2**30
@@ -117,7 +126,7 @@ def generate(
     cache = None
     length = min(size, tokens.shape[1] + max_new_tokens)
     if cache_is_exact(model, min(vocab_size or ids, ids), length):
-        dtype = compute_dtype(model.lm_head.weight)
+        dtype = compute_dtype(next(model.parameters()))
         cache = KVCache(model.config, tokens.shape[0], length, tokens.device, dtype)
     else:
         print("note: a KV cache changes this model's output: sampling without one, which is slow",
@@ -149,7 +158,7 @@ def cache_is_exact(model: GPT, vocab_size: int, length: int) -> bool:
     """Whether the model's last logits for `length` tokens (at most 2,048, to save memory) are the
     same with a KV cache. They differ if attention was edited but KVCache was not, or if other
     layers look at other positions."""
-    weight, T = model.lm_head.weight, min(length, 2048)
+    weight, T = next(model.parameters()), min(length, 2048)
     if "cache" not in inspect.signature(model.forward).parameters:
         return False
     if T < 2:
@@ -230,7 +239,7 @@ def sample_while_training(
     This affects neither CUDA graphs nor the random numbers of training: the model runs eagerly, and
     sampling has its own generator.
     """
-    device, tokenizer = model.lm_head.weight.device, from_meta(data.tokenizer)
+    device, tokenizer = next(model.parameters()).device, from_meta(data.tokenizer)
     tokens = next(eval_batches(file, 1, 1))[0][:, :8].to(device)  # (1, T)
     generator = torch.Generator(device).manual_seed(seed)
     model.eval()

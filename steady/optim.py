@@ -58,6 +58,7 @@ class Muon(AdamW):
         **settings: Any,
     ):
         super().__init__(groups, **settings)
+        self.muon_group["momentum"] = MUON_MOMENTUM[1]  # set_schedule changes it
         self.head_dims = head_dims
         self.dtype = dtype if dtype == torch.bfloat16 else torch.float32
         self.add_momentum, self.scale_rows = muon.add_momentum, muon.scale_rows
@@ -172,12 +173,17 @@ def build_optimizer(
             f"{', '.join(unusable[:5])}; use torch.view_as_real, or another optimizer in train.py"
         )
     for parameter in others:
-        optimizer.state[parameter] = {
-            "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
-            "exp_avg": torch.zeros_like(parameter),
-            "exp_avg_sq": torch.zeros_like(parameter),
-        }
+        optimizer.state[parameter] = adamw_state(parameter)
     return optimizer
+
+
+def adamw_state(parameter: nn.Parameter) -> dict[str, Tensor]:
+    """torch's initial state of AdamW for a parameter."""
+    return {
+        "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
+        "exp_avg": torch.zeros_like(parameter),
+        "exp_avg_sq": torch.zeros_like(parameter),
+    }
 
 
 def hidden_matrices(model: nn.Module) -> list[nn.Parameter]:
@@ -220,7 +226,9 @@ def load_state(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
         optimizer.load_state_dict(more | {"state": states, "param_groups": settings})
         return
     for i, parameter in enumerate(parameters):
-        state = optimizer.state[parameter]
+        if parameter not in optimizer.state and i in states:  # of a group that you added
+            optimizer.state[parameter] = adamw_state(parameter)
+        state = optimizer.state.get(parameter, {})
         try:
             found = {name: (tensor.shape, tensor.dtype) for name, tensor in states[i].items()}
         except (KeyError, TypeError, AttributeError):
@@ -233,8 +241,9 @@ def load_state(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
             own = local_shards([tensor])[0].copy_(local_rows(states[i][name], tensor))
             if name in ("step", "exp_avg_sq") and own.numel() and not own.min() >= 0:
                 raise UserError(f"optimizer state {name} of parameter {i} is negative or NaN")
-    if len(states) != len(parameters):
-        raise UserError(f"optimizer state for {len(states)} parameters, not {len(parameters)}")
+    expected = sum(parameter in optimizer.state for parameter in parameters)
+    if len(states) != expected:
+        raise UserError(f"optimizer state for {len(states)} parameters, not {expected}")
 
 
 class StaticGradients:

@@ -117,6 +117,7 @@ class RunLog:
         self.tokens_per_iter, self.process = tokens_per_iter, process
         self.flops_per_iter = flops_per_token * tokens_per_iter
         self.peak_flops = hardware.peak_flops(process.device, process.dtype, process.world_size)
+        self.seconds = math.nan  # per step, since the last log line
         self.restart_clock(iter_num)
 
     def restart_clock(self, iter_num: int) -> None:
@@ -127,7 +128,9 @@ class RunLog:
         """Log a training step; times are means over the iterations since the last call."""
         memory_gib = hardware.peak_memory_gib(self.process.device)
         passed = max(time.perf_counter() - self.timed_from, 1e-9)
-        seconds = passed / (iter_num + 1 - self.timed_iter)
+        if n := iter_num + 1 - self.timed_iter:  # 0: the clock was restarted after the step
+            self.seconds = passed / n
+        seconds = self.seconds
         self.restart_clock(iter_num + 1)
         mfu = self.flops_per_iter / seconds / self.peak_flops if self.peak_flops else None
         entry = {

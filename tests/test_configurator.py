@@ -42,6 +42,21 @@ def test_settings_are_read_with_default_comment_and_section(settings):
     assert settings["rate"].section == "training"
 
 
+def test_a_default_may_be_computed(tmp_path):
+    """nanoGPT's own train.py has 5 * 8; such settings were left out of the run, silently."""
+    (tmp_path / "s.py").write_text(
+        "steps = 5 * 8  # steps\nrate = 6e-4\nlowest = rate / 10\nname = f'run-{steps}'\n"
+        "path = open('nowhere')\nwidths = [8, 2 * 8]\nconfigure(globals())\nlater = 3\n"
+    )
+    settings = read_settings(tmp_path / "s.py")
+    found = {name: setting.default for name, setting in settings.items()}
+    assert found.pop("lowest") == pytest.approx(6e-5)
+    assert found == {"steps": 40, "rate": 6e-4, "name": "run-40", "widths": [8, 16]}
+    assert resolve(settings, ["--widths=[4,4]"])["widths"] == [4, 4]
+    with pytest.raises(ValueError, match="--widths takes a value of type list, not '4;4'"):
+        resolve(settings, ["--widths=4;4"])
+
+
 def test_later_arguments_win_whether_file_or_key(settings, tmp_path):
     file = tmp_path / "c.py"
     file.write_text("steps = 20\nrate = 1e-3\n")

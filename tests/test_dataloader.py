@@ -49,6 +49,12 @@ def test_targets_are_the_tokens_one_later(ramp):
     assert torch.equal(tokens + 1, targets)
 
 
+def test_an_iteration_without_a_micro_batch_is_refused(ramp):
+    """The run trained on nothing, with a loss of 0."""
+    with pytest.raises(ValueError, match="fewer sequences than one micro-batch .4."):
+        loader(ramp, batch_size=4, accumulation=0)
+
+
 def test_step_is_a_pure_function_of_seed_and_step(ramp):
     whole = first_tokens(loader(ramp), 10)
     assert first_tokens(loader(ramp), 4, first=6) == whole[6:]

@@ -342,6 +342,23 @@ def test_f89_another_optimizers_groups_are_resumed():
     assert optimizers[1].param_groups[0]["k"] == 10
 
 
+def test_a_group_that_was_added_later_is_resumed():
+    optimizers, added = [], []
+    for run in range(2):
+        model = tiny()
+        optimizers.append(muon_for(model, optimizer="adamw"))
+        added.append([torch.nn.Parameter(torch.ones(3)) for _ in range(2)])
+        for parameter in added[run]:
+            optimizers[run].add_param_group({"params": [parameter], "weight_decay": 0.0})
+        if run == 0:
+            added[0][0].grad = torch.full((3,), 2.0)  # the other one never gets a gradient
+            take_step(model, optimizers[0])
+    load_state(optimizers[1], checkpoint.as_saved({"optimizer": optimizers[0]})["optimizer"])
+    mean, state = optimizers[0].state[added[0][0]]["exp_avg"], optimizers[1].state
+    assert torch.equal(state[added[1][0]]["exp_avg"], mean) and mean.any()
+    assert added[1][1] not in state
+
+
 def test_muons_state_is_resumed_and_another_optimizers_is_refused():
     model = tiny()
     optimizer = muon_for(model)

@@ -65,7 +65,28 @@ OPTIMIZER = "opt = optim.build_optimizer(raw_model, config, plan.compiled, proce
 BACKWARD = "        scaler.scale(micro_loss).backward()"
 UNSCALE = "        scaler.unscale_(opt)"
 
+SCHEDULE = "        lr = optim.set_schedule(opt, iter_num, config)"
+
 EDITS = {
+    # ---- other names, fewer settings, and what a loop may do in any place
+    "renamed_head": Edit(
+        (("            self.lm_head = nn", "            self.head = nn"),
+         ("                self.lm_head.weight", "                self.head.weight"),
+         ("x.flatten(0, 1), self.lm_head", "x.flatten(0, 1), self.head"),
+         ("return self.lm_head(x", "return self.head(x")), changes_loss=False),
+    "no_grouped_query_attention": Edit(
+        (("    n_kv_head: int = 0  # key/value heads; 0: n_head\n", ""),
+         ('"n_kv_head": (0, 10**6), ', ""),
+         ("        self.n_kv_head = self.n_kv_head or self.n_head\n", ""),
+         ("        if self.n_head % self.n_kv_head:", "        if False:"),
+         ("= config.n_head, config.n_kv_head", "= config.n_head, config.n_head"))),
+    "own_schedule": Edit(train=(
+        (SCHEDULE, "        lr = learning_rate * 0.9**iter_num\n"
+                   "        for group in opt.param_groups:\n            group['lr'] = lr"),)),
+    "saves_after_each_step": Edit(train=(
+        ("        iter_num += 1\n",
+         "        iter_num += 1\n        save(out_path / 'each.pt', training_state())\n"),),
+        changes_loss=False),
     # ---- the loop over the blocks, and blocks
     "each_block_twice": Edit(((LOOP, LOOP + LOOP),), samples=False),
     "one_block_for_all_layers": Edit(
@@ -442,6 +463,64 @@ def test_an_edit_trains_resumes_samples_and_compiles(
         shown = student(copy, "sample.py", f"--out_dir={tmp_path / 'muon'}", "--start=1",
                         "--num_samples=1", "--max_new_tokens=5", "--device=cpu")  # fmt: skip
         assert shown.startswith("1")
+
+
+RECURRENT = """
+import torch
+from dataclasses import asdict, dataclass, fields
+from torch import nn
+from torch.nn import functional as F
+
+@dataclass
+class GPTConfig:
+    block_size: int = 8
+    vocab_size: int = 64
+    n_layer: int = 1
+    n_embd: int = 16
+    dropout: float = 0.0
+
+    @classmethod
+    def from_settings(cls, settings, vocab_size):
+        names = {field.name for field in fields(cls)} & settings.keys()
+        return cls(**{name: settings[name] for name in names} | {"vocab_size": vocab_size})
+
+    def settings(self):
+        return asdict(self)
+
+class GPT(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.config = config
+        self.embedding = nn.Embedding(config.vocab_size, config.n_embd)
+        self.gru = nn.GRU(config.n_embd, config.n_embd, config.n_layer, batch_first=True)
+        self.head = nn.Linear(config.n_embd, config.vocab_size)
+
+    def forward(self, tokens, targets=None):
+        logits = self.head(self.gru(self.embedding(tokens))[0])
+        return logits if targets is None else F.cross_entropy(logits.mT, targets)
+
+    def num_params(self):
+        return sum(p.numel() for p in self.parameters())
+
+    def flops_per_token(self):
+        return 6 * self.num_params()
+"""
+
+
+def test_a_model_of_ones_own_trains_resumes_and_samples(student, sums, tmp_path):
+    copy = edited(Edit(), tmp_path / "copy")
+    (copy / "convert.py").unlink()  # it only knows our model
+    (copy / "convert.py").write_text("")
+    (copy / "model.py").write_text(RECURRENT)
+    common = [*SETTINGS, f"--dataset={sums}", "--eval_interval=0"]
+    student(copy, "train.py", *common, f"--out_dir={tmp_path / 'whole'}")
+    parts = [*common, f"--out_dir={tmp_path / 'parts'}"]
+    student(copy, "train.py", *parts, "--max_iters=2", "--lr_decay_iters=3")
+    student(copy, "train.py", *parts, "--init_from=resume")
+    assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
+    shown = student(copy, "sample.py", f"--out_dir={tmp_path / 'parts'}", "--start=1",
+                    "--num_samples=1", "--max_new_tokens=5", "--device=cpu")  # fmt: skip
+    assert shown.startswith("1")
 
 
 LOOPED = """
