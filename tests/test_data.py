@@ -171,6 +171,7 @@ def test_what_an_earlier_run_has_written_is_no_text(run, tmp_path):
     [
         ([], "no input: pass --input=FILE"),
         (["--input={binary.parent}"], r"no file matches .*: name its files, such as .*/\*.txt"),
+        (["--input={odd}"], r"such as --input='[^']*it'\"'\"'s \[\[\]1\]/\*\*/\*.txt'"),
         (["--input=nowhere.txt"], "no file matches --input=nowhere.txt"),
         (["--input={binary},"], "has an empty name between its commas, or at either end"),
         (["--input={text}", "--tokenizer=hf:"], "unknown tokenizer='hf:'"),
@@ -179,16 +180,26 @@ def test_what_an_earlier_run_has_written_is_no_text(run, tmp_path):
             "cannot read .*binary as UTF-8 text: invalid start byte at byte 0. Use",
         ),
         (["--input={text}", "--tokenizer=bpe"], "unknown tokenizer='bpe'"),
+        (["--input={text}", "--tokenizer=bpe:²"], "give the vocabulary size, as in bpe:8192"),
         (["--input={text}", "--val_fraction=1"], "val_fraction=1.0 must be above 0"),
     ],
 )
 def test_bad_input_of_text_is_one_clear_line(run, tmp_path, arguments, message):
     (tmp_path / "binary").write_bytes(b"\xff\xfe\xfa" * 10)
     (tmp_path / "a.txt").write_text("text " * 99)
-    paths = {"binary": tmp_path / "binary", "text": tmp_path / "a.txt"}
+    (tmp_path / "it's [1]").mkdir()
+    paths = {"binary": tmp_path / "binary", "text": tmp_path / "a.txt",
+             "odd": tmp_path / "it's [1]"}  # fmt: skip
     arguments = [argument.format(**paths) for argument in arguments]
     with pytest.raises(ValueError, match=message):
         run("data/text/prepare.py", *arguments, f"--out={tmp_path}")
+
+
+def test_a_file_may_have_a_comma_in_its_name(run, tmp_path):
+    (tmp_path / "a,b [1].txt").write_text("some text\n" * 20, encoding="utf-8")
+    run("data/text/prepare.py", f"--input={tmp_path / 'a,b [1].txt'}", "--tokenizer=byte",
+        f"--out={tmp_path / 'out'}")  # fmt: skip
+    assert sum(read_meta(tmp_path / "out")["tokens"].values()) == 202
 
 
 def test_gpt2_data_sets_go_through_tiktoken(run, tmp_path, gpt2_files):
@@ -525,6 +536,28 @@ def test_processes_streaming_and_interruptions_change_nothing(
         done.write_text(damaged)
         prepare("restarted")
     assert all(content == contents["plain"] for content in contents.values())
+
+
+def test_a_copy_of_a_repository_that_has_changed_starts_over(
+    tmp_path, repository, monkeypatch, capsys
+):
+    monkeypatch.setattr(hub, "BATCH", 4000)
+    monkeypatch.setattr(hub, "SAVE_SECONDS", 0)
+    encode, encoded = hub.encode_batch, []
+
+    def interrupted(job):
+        encoded.append(job[1])
+        if len(encoded) == 3:
+            raise KeyboardInterrupt
+        return encode(job)
+
+    monkeypatch.setattr(hub, "encode_batch", interrupted)
+    prepare = (tmp_path / "out", ByteTokenizer(), str(repository))
+    with pytest.raises(KeyboardInterrupt):
+        hub.prepare_from_hub(*prepare, val_fraction=0.1)
+    os.utime(next(repository.rglob("*.parquet")), (0, 0))
+    hub.prepare_from_hub(*prepare, val_fraction=0.1)
+    assert "starting over" in capsys.readouterr().out and encoded[3] == encoded[0]
 
 
 def test_a_document_of_the_hub_that_is_no_text_is_left_out_and_named(tmp_path, repository, capsys):

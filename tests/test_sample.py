@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import sys
 
 import pytest
 import torch
@@ -40,6 +41,14 @@ def test_f40_the_checkpoint_carries_its_tokenizer(run, trained):
     for part in parts:
         assert part.startswith("12+34=") and set(part) <= set(SUMS)
         assert len(part.removesuffix("\n")) >= len("12+34=") + 11
+
+
+def test_f78_it_may_be_executed_in_a_notebook(trained, monkeypatch, capsys):
+    arguments = [f"--out_dir={trained}", "--device=cpu", "--max_new_tokens=3", "--start=1"]
+    monkeypatch.setattr(sys, "argv", ["sample.py", *arguments, "--num_samples=1"])
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    exec((ROOT / "sample.py").read_text(encoding="utf-8"), {})
+    assert capsys.readouterr().out.startswith("1")
 
 
 def test_f33_prompt_may_hold_equals_signs(run, trained):

@@ -813,6 +813,25 @@ def test_f68_a_token_beyond_the_vocabulary_has_a_remedy_that_works(tmp_path, run
         run("train.py", *arguments[:-3], f"--dataset={tmp_path / 'b'}", *arguments[-2:])
 
 
+def test_f67_quotes_that_swallow_rows_are_noticed(tmp_path):
+    """Most .tsv files have no quoting; a quote that begins one cell ends in a later row."""
+    rows = ['1\t"Come in', "2\tplain line", '3\tas you like"']
+    (tmp_path / "a.tsv").write_text("id\ttext\n" + "\n".join(rows * 9) + "\n")
+    with pytest.raises(ValueError, match="line 4: a cell with tabs and line breaks: quotes in it"):
+        prepare_from_files(tmp_path / "out", "byte", [tmp_path / "a.tsv"])
+
+
+def test_f68_folders_may_begin_with_the_home_folder(tmp_path, monkeypatch):
+    """Shells do not expand the ~ of --tokenizer=hf:~/FOLDER."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own" / "tokenizer.json").write_text(byte_level(["</s>"]).to_str())
+    whole = load_tokenizer(f"hf:{tmp_path}/own")
+    assert load_tokenizer("hf:~/own").encode("a story") == whole.encode("a story")
+    with pytest.raises(ValueError, match=f"no checkpoint of a run at {tmp_path}/own/"):
+        prepare.run_named("run:~/own")
+
+
 def test_f68_hf_may_name_the_file_itself(tmp_path):
     byte_level(["</s>"]).save(str(tmp_path / "tokenizer.json"))
     assert load_tokenizer(f"hf:{tmp_path / 'tokenizer.json'}").vocab_size == 320

@@ -8,10 +8,10 @@
 Each text file is a document, and its last tenth is held out for validation. In .jsonl, .ndjson,
 .json, .csv, .tsv and .parquet files, the `text` of each row is a document, and every tenth row is
 held out. Files ending in .gz or .zst are unpacked. Each document ends with the tokenizer's
-end-of-text token (byte: 256; char: the last id, or none for a single text file). Line endings,
-including CR LF, are kept (but some tokenizers normalise them). Files of any size need little
-memory, except for JSON lists. If a run is interrupted, run the same command again to continue.
-`**` in a glob does not follow links to folders, and each file is read only once.
+end-of-text token (byte: 256; char: the last id, or none for a single text file). Empty documents
+are left out. Line endings, including CR LF, are kept (but some tokenizers normalise them). Files of
+any size need little memory, except for JSON lists. If a run is interrupted, run the same command
+again to continue. `**` in a glob does not follow links to folders, and each file is read only once.
 """
 
 import glob
