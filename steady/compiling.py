@@ -106,8 +106,8 @@ def compile_model(
     it is `model` itself.
 
     All blocks share the compiled code of one, so a deep model starts just as fast. A model without
-    blocks is compiled as a whole. Until `allow_dynamic`, every new
-    shape is compiled separately, because code for all shapes is slow.
+    blocks is compiled as a whole. Until `allow_dynamic`, every new shape is compiled separately,
+    because code for all shapes is slow.
     """
     parts = repeated_blocks(model) if sharded else compiled_parts(model)
     for part in parts:  # undo an earlier call (there is none with fsdp, see memory.fit)
