@@ -285,11 +285,15 @@ def run_config_file(
             if os.path.dirname(getattr(sys.modules[name], "__file__", None) or "") == folder:
                 del sys.modules[name]
     parsed, imported = ast.parse(source), set()  # imported: such as pi, from math
-    for node in parsed.body:  # `n_layer: 6` and `n_layer == 6` are Python, but set nothing
+    targets = [t for node in ast.walk(parsed) for t in getattr(node, "targets", ())]
+    assigned = {getattr(target, "id", "") for target in targets}
+    for node in ast.walk(parsed):  # `n_layer: 6` and `n_layer == 6` are Python, but set nothing
         value = getattr(node, "value", None)
-        expression = isinstance(node, ast.Expr)
-        compared = expression and isinstance(value, ast.Compare | ast.Dict | ast.Set)
-        if compared or isinstance(node, ast.AnnAssign) and not value:
+        declared = isinstance(node, ast.AnnAssign) and not value and node in parsed.body
+        compared = isinstance(value, ast.Compare | ast.Dict | ast.Set)
+        if (isinstance(node, ast.Expr) and compared) or (
+            declared and getattr(node.target, "id", "") not in assigned
+        ):
             line = shown(source.splitlines()[node.lineno - 1].strip())
             raise UserError(f"{path}, line {node.lineno}: {line} sets nothing: write name = value")
     for node in ast.walk(parsed):
@@ -320,7 +324,7 @@ def parse(text: str, kind: type) -> Any:
         if kind in (list, tuple):
             return ast.literal_eval(text)
         return kind(text) if kind in (int, float) else text
-    except (ValueError, SyntaxError):
+    except (ValueError, SyntaxError, TypeError):
         return text
 
 
@@ -330,6 +334,8 @@ def check(setting: Setting, value: Any, where: str) -> Any:
     if type(value) is kind:
         return value
     number = isinstance(value, numbers.Real) and not isinstance(value, bool)  # or numpy's
+    if number and not isinstance(value, numbers.Integral):
+        value = float(value)
     if kind is float and number and not abs(value) >= 2**1023:
         return float(value)
     if kind is int and number and isinstance(value, numbers.Integral):

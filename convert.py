@@ -100,16 +100,16 @@ def read_model_config(folder: Path) -> dict[str, Any]:
 def translated(theirs: dict[str, Any]) -> dict[str, Any]:
     """Translate the content of a config.json to GPTConfig's arguments."""
     kind = theirs.get("model_type")
-    ropes = [theirs.get(name) or {} for name in ("rope_parameters", "rope_scaling")]
-    rope = ropes[0] | ropes[1]
-    scaled = {r.get("rope_type", r.get("type", "default")) for r in ropes} - {"default"}
+    # as in transformers, rope_scaling replaces rope_parameters
+    rope = theirs.get("rope_scaling") or theirs.get("rope_parameters") or {}
+    rope_type = rope.get("rope_type", rope.get("type", "default"))
     heads, longest = theirs.get("num_attention_heads"), theirs.get("max_position_embeddings", 2048)
     window = theirs.get("sliding_window", 4096 if kind == "mistral" and longest > 4096 else None)
     if kind == "qwen3" and not theirs.get("use_sliding_window", False):
         window = None
     unsupported = {
         f"model_type {kind}": kind not in ("llama", "mistral", "qwen3"),
-        f"rope scaling {', '.join(scaled)}": scaled,
+        f"rope scaling {rope_type}": rope_type != "default",
         f"sliding_window {window}": window is not None,
         "is_causal": not theirs.get("is_causal", True),
         "attention_bias": theirs.get("attention_bias", False),
@@ -174,10 +174,10 @@ def read_pretrained(source: str) -> Pretrained:
     listed = read_json(folder / "model.safetensors.index.json").get("weight_map", {})
     if not isinstance(listed, dict) or not all(isinstance(v, str) for v in listed.values()):
         raise UserError(f"{folder / 'model.safetensors.index.json'} has no valid weight_map")
-    if missing := sorted(set(listed.values()) - {file.name for file in files}):
-        raise UserError(f"{folder} lacks {', '.join(missing[:5])}: download the model again")
-    # as transformers does: other files there may be older copies
+    # read what transformers reads: other files there may be older copies
     used = {"model.safetensors"} if folder / "model.safetensors" in files else {*listed.values()}
+    if missing := sorted(used - {file.name for file in files}):
+        raise UserError(f"{folder} lacks {', '.join(missing[:5])}: download the model again")
     files = [file for file in files if file.name in used] or files
     tensors = {}
     for file in files:
@@ -378,6 +378,9 @@ def write_pretrained(saved: dict[str, Any], folder: Path, dtype: torch.dtype) ->
     } | ids
     generation = {"bos_token_id": ids["bos_token_id"]} | metadata.get("generation_config", {})
     generation["eos_token_id"] = ids["eos_token_id"]
+    padding = list(range(tokenizer.vocab_size, ours.vocab_size))
+    if padding and not metadata:  # the vocabulary's, which has no text
+        generation["suppress_tokens"] = padding
     if folder.exists() and not folder.is_dir():
         raise UserError(f"--to={folder} is not a folder: name one")
     if holds_another_model(folder):
@@ -390,6 +393,10 @@ def write_pretrained(saved: dict[str, Any], folder: Path, dtype: torch.dtype) ->
         for name, tensor in saved["model"].items()
         if not (ours.tied_embeddings and name == "lm_head.weight")
     }
+    for name, tensor in weights.items():
+        if not tensor.isfinite().all():
+            kind = str(dtype).removeprefix("torch.")
+            raise UserError(f"{name} has values beyond the range of {kind}: use --dtype=bfloat16")
     # safetensors needs a file name, and raises its own error if the disk is full
     part = folder / f"model.{secrets.token_hex(4)}.tmp"
     before = set(folder.iterdir())
@@ -401,7 +408,12 @@ def write_pretrained(saved: dict[str, Any], folder: Path, dtype: torch.dtype) ->
         for name, content in (("config", theirs), ("generation_config", generation)):
             with atomic_write(folder / f"{name}.json") as file:
                 file.write(json.dumps(content, indent=2).encode() + b"\n")
-        write_hf_tokenizer(saved["tokenizer"], folder, metadata)
+        written = write_hf_tokenizer(saved["tokenizer"], folder, metadata)
+        earlier = [folder / "special_tokens_map.json", folder / "chat_template.jinja",
+                   *folder.glob(f"{TEMPLATES}/*.jinja")]  # fmt: skip
+        for path in earlier:  # of an export to the same folder
+            if path.relative_to(folder).as_posix() not in written:
+                path.unlink(missing_ok=True)
         shutil.copymode(folder / "config.json", part)  # else only we may read it
         part.replace(folder / "model.safetensors")
     except BaseException:

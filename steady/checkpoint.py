@@ -660,8 +660,11 @@ def resume(
         """The best loss so far, and the files in the folder that belong to another run."""
         print(f"resuming from {path} at iteration {saved['iter_num']}")
         stale_files = []
-        is_later = iteration_of(path.with_name("best.pt")) > saved["iter_num"]
-        if print_changes(saved, data, config, process.dtype) or is_later:
+        best = iteration_of(path.with_name("best.pt"))  # -1: missing
+        usable = 0 <= best <= saved["iter_num"]
+        if best < 0 and saved["best_val_loss"] < math.inf:
+            print("note: best.pt is missing: the best loss so far is discarded")
+        if print_changes(saved, data, config, process.dtype) or not usable:
             stale_files.append("best.pt")
         if iteration_of(path.with_name("before_decay.pt")) >= saved["iter_num"]:
             stale_files.append("before_decay.pt")

@@ -138,7 +138,7 @@ class DataSet:
             line += " (no meta.json: assuming GPT-2 tokens)"
         if "unigram_entropy" in self.meta:
             entropy = self.meta["unigram_entropy"]
-            line += f"\nknowing only token frequencies gives val loss {entropy:.4f}"
+            line += f"\nknowing only token frequencies gives val loss {entropy:.4f} at best"
         return line
 
 
@@ -251,7 +251,7 @@ class DataLoader:
         n_tokens = file.n_tokens
         # one fewer than would fit, so that an epoch can start at any phase
         self.windows_per_epoch = max(1, n_tokens // file.block_size - 1)
-        self.phases = min(file.block_size, n_tokens - self.windows_per_epoch * file.block_size)
+        self.phases = n_tokens - self.windows_per_epoch * file.block_size
 
     def position(self, step: int) -> int:
         """Windows drawn from the endless sequence before `step`."""

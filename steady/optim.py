@@ -329,7 +329,7 @@ def schedule_note(config: dict[str, Any]) -> str | None:
     peak, never reaches min_lr, or reaches it before the run ends. None if it fits."""
     peak, warmup, iterations = (config[k] for k in ("learning_rate", "warmup_iters", "max_iters"))
     end = config["decay_lr"] and config["lr_decay_iters"] or iterations
-    if not iterations or peak == config["min_lr"] or warmup < end == iterations:
+    if not iterations or peak in (0, config["min_lr"]) or warmup < end == iterations:
         return None
     last = learning_rate_at(iterations - 1, config)
     shorter = warmup if warmup < iterations else iterations // 20

@@ -244,8 +244,9 @@ def csv_rows(path: Path, file: BinaryIO, column: str) -> Iterator[Row]:
             found, problem = "", f"{len(fields)} fields, not {len(header)}: check the quotes"
             if len(fields) == len(header):
                 found, problem = checked(fields[header.index(column)], column)
+            # most .tsv files have no quoting: such quotes belong to the text, and swallow rows
             if delimiter == "\t" and any("\t" in field and "\n" in field for field in fields):
-                problem = "a cell with tabs and line breaks: quotes in it may be part of the text"
+                raise csv.Error("a cell has tabs and line breaks")
             if fields:
                 yield row, f"line {reader.line_num}", found, problem
                 row += 1

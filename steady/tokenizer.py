@@ -565,9 +565,10 @@ def added_by_template(tokenizer: HFTokenizer) -> tuple[list[int], list[int]]:
 
 def write_hf_tokenizer(
     meta: dict[str, Any], folder: Path, pretrained_files: dict[str, Any] | None = None
-) -> None:
+) -> list[str]:
     """Write the tokenizer of `meta` in the format of transformers' AutoTokenizer. Its template
-    prepends the begin-of-text token if and only if data and prompts were made with it.
+    prepends the begin-of-text token if and only if data and prompts were made with it. Returns the
+    names of the files.
 
     pretrained_files: contents of the pretrained tokenizer's tokenizer_config.json and similar
     files, by name without .json: chat template, unknown token, more special tokens.
@@ -580,8 +581,7 @@ def write_hf_tokenizer(
     begin, end = tokenizer.begin_of_text, tokenizer.end_of_text
     if isinstance(tokenizer, HFTokenizer):
         written = tokenizers.Tokenizer.from_str(tokenizer.content)
-        written.no_truncation()
-        written.no_padding()
+        make_plain(written)
         if written.encode("").ids != ([] if begin is None else [begin]):
             written.post_processor = processors.ByteLevel(trim_offsets=False)
             if begin is not None:
@@ -641,6 +641,7 @@ def write_hf_tokenizer(
         (folder / name).parent.mkdir(exist_ok=True)
         with atomic_write(folder / name) as file:
             file.write(text.encode())
+    return list(files)
 
 
 def prepending(content: str, begin: int) -> str:

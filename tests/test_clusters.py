@@ -201,6 +201,7 @@ DEFAULTS = resolve(read_settings(ROOT / "train.py"), [])
         ({"max_iters": 9000, "lr_decay_iters": 0}, None),
         ({"max_iters": 9000, "lr_decay_iters": 9000}, None),
         ({"max_iters": 9000, "decay_lr": False}, None),
+        ({"max_iters": 300, "decay_lr": False, "learning_rate": 0.0}, None),
     ],
 )  # fmt: skip
 def test_f75_a_schedule_that_does_not_fit_its_run_gets_a_note(change, words):

@@ -201,7 +201,11 @@ def test_a_line_of_a_config_file_that_sets_nothing_is_named(settings, tmp_path, 
         ValueError, match="c.py, line 2: .*steps.* sets nothing: write name = value"
     ):
         resolve(settings, [str(tmp_path / "c.py")])
-    (tmp_path / "c.py").write_text('"""About it."""\nrate = 0.5\n_a: int = 3\nprint(_a)\n')
+    (tmp_path / "c.py").write_text("if True:\n    steps == 3\n")
+    with pytest.raises(ValueError, match="c.py, line 2: 'steps == 3' sets nothing"):
+        resolve(settings, [str(tmp_path / "c.py")])
+    fine = '"""About it."""\nrate: float\nrate = 0.5\n_a: int = 3\nprint(_a)\n'
+    (tmp_path / "c.py").write_text(fine)
     assert resolve(settings, [str(tmp_path / "c.py")])["rate"] == 0.5
 
 

@@ -159,6 +159,31 @@ def test_older_copies_of_the_weights_are_left_alone(tmp_path, shards):
     torch.testing.assert_close(logits_of(tmp_path, tokens), expected, atol=1e-4, rtol=1e-4)
 
 
+def test_an_index_that_is_older_than_the_weights_is_left_alone(tmp_path):
+    theirs().save_pretrained(tmp_path)
+    index = {"weight_map": {"lm_head.weight": "model-00001-of-00002.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert convert.read_pretrained(str(tmp_path)).weights
+
+
+def test_an_export_leaves_nothing_of_an_earlier_one(run, sums, tmp_path):
+    run("train.py", *TINY, f"--dataset={sums}", f"--out_dir={tmp_path / 'out'}", "--max_iters=2")
+    saved = checkpoint.load(tmp_path / "out" / "ckpt.pt")
+    pretrained = {"dtype": "float32", "chat_template": "a", "additional_chat_templates": {"b": "c"},
+                  "special_tokens_map": {"eos_token": "1"}}  # fmt: skip
+    names = []
+    for metadata in (pretrained, None):
+        convert.write_pretrained(saved | {"pretrained": metadata}, tmp_path / "to", torch.float32)
+        names.append({p.name for p in (tmp_path / "to").rglob("*") if p.is_file()})
+    assert names[0] - names[1] == {"special_tokens_map.json", "chat_template.jinja", "b.jinja"}
+    generation = json.loads((tmp_path / "to" / "generation_config.json").read_text())
+    size, padded = len(saved["tokenizer"]["alphabet"]), saved["model_config"]["vocab_size"]
+    assert generation["suppress_tokens"] == list(range(size, padded))
+    saved["model"]["final_norm.weight"][0] = 1e5
+    with pytest.raises(ValueError, match="norm.weight has values beyond the range of float16"):
+        convert.write_pretrained(saved, tmp_path / "half", torch.float16)
+
+
 def test_a_head_that_is_not_the_embedding_is_not_tied_silently(tmp_path):
     theirs().save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())

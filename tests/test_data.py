@@ -200,6 +200,9 @@ def test_a_file_may_have_a_comma_in_its_name(run, tmp_path):
     run("data/text/prepare.py", f"--input={tmp_path / 'a,b [1].txt'}", "--tokenizer=byte",
         f"--out={tmp_path / 'out'}")  # fmt: skip
     assert sum(read_meta(tmp_path / "out")["tokens"].values()) == 202
+    names = ",".join(f"nowhere_{i}.txt" for i in range(40))  # longer than a file name may be
+    with pytest.raises(ValueError, match="no file matches --input=nowhere_0.txt$"):
+        run("data/text/prepare.py", f"--input={names}", f"--out={tmp_path / 'out'}")
 
 
 def test_gpt2_data_sets_go_through_tiktoken(run, tmp_path, gpt2_files):

@@ -49,6 +49,14 @@ def test_targets_are_the_tokens_one_later(ramp):
     assert torch.equal(tokens + 1, targets)
 
 
+@pytest.mark.parametrize("n_tokens", [33, 64, 95, 96, 127, 1000])
+def test_all_tokens_are_trained_on(tmp_path, n_tokens):
+    """The rest after the last whole window was never read: up to a third of a small text."""
+    found = loader(write(tmp_path / "t.bin", range(n_tokens)), 32, batch_size=1, accumulation=1)
+    targets = {i for step in range(4000) for i in range(*(found.starts(step, 0)[0] + [1, 33]))}
+    assert targets == set(range(1, n_tokens))
+
+
 def test_an_iteration_without_a_micro_batch_is_refused(ramp):
     """The run trained on nothing, with a loss of 0."""
     with pytest.raises(ValueError, match="fewer sequences than one micro-batch .4."):

@@ -46,7 +46,7 @@ if not input:
 folder = Path(out or Path(__file__).parent)
 written = {(folder / name).resolve() for name in FILES}
 paths: dict[Path, Path] = {}  # resolved path: path as given
-whole = Path(input).expanduser().is_file()  # a name with a comma
+whole = os.path.isfile(os.path.expanduser(input))  # a name with a comma
 for name in [glob.escape(input)] if whole else input.split(","):
     pattern = os.path.expanduser(name.strip())
     if not pattern:
