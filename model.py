@@ -209,8 +209,9 @@ def fingerprint(weight: Tensor) -> tuple:
 
 @contextlib.contextmanager
 def torchs_initial_weights() -> Iterator[set]:
-    """Yield a set of fingerprints: of each nn.Linear and nn.Embedding weight as torch initialises
-    it in the `with` block. A weight that no longer matches was set by you, or drawn since."""
+    """Yield a set that collects the fingerprint of each nn.Linear and nn.Embedding weight as torch
+    initialises it in the `with` block. A weight whose fingerprint is not in the set was changed
+    afterwards: by you, or by init_weights."""
     found: set = set()
     resets = {kind: kind.reset_parameters for kind in (nn.Linear, nn.Embedding)}
 
@@ -234,7 +235,7 @@ class GPT(nn.Module):
         super().__init__()
         self.config = config
         random_state = torch.get_rng_state()
-        with torchs_initial_weights() as self.unset:  # init_weights redraws weights that match
+        with torchs_initial_weights() as self.unset:  # init_weights redraws only these
             self.token_embedding = nn.Embedding(config.vocab_size, config.n_embd)
             self.dropout = nn.Dropout(config.dropout)
             self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layer))

@@ -261,7 +261,7 @@ micro_batches = loader.micro_batches(iter_num)
 
 # -----------------------------------------------------------------------------
 # training loop. At its end `saving` saves the state and ends all processes but rank 0's. It also
-# saves after an error, except if the error came inside opt.step, with fsdp, or from require_finite
+# saves after an error, but never with fsdp, nor if the error came from opt.step or require_finite
 log.start_clock(iter_num, sequences_per_iter * block_size, raw_model.flops_per_token(), process)
 skipped = torch.zeros((), device=process.device)  # consecutive steps with non-finite gradients
 stop_request.training = True  # before this line, a signal ends the run at once
@@ -309,7 +309,8 @@ with saving:
 
         # ---- clip and step ----------------------------------------------------
         scaler.unscale_(opt)
-        grad_norm = optim.clip_gradients(opt, grad_clip)  # if inf or NaN, opt.step does nothing
+        # our optimizers clip inside opt.step, which does nothing if the norm is inf or NaN
+        grad_norm = optim.clip_gradients(opt, grad_clip)
         skipped = (skipped + 1) * ~grad_norm.isfinite()
         stopping = stop_request.stop_requested()
         log_due = stopping or iter_num % log_interval == 0 or iter_num + 1 == max_iters
