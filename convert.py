@@ -111,7 +111,7 @@ def translated(theirs: dict[str, Any]) -> dict[str, Any]:
         f"model_type {kind}": kind not in ("llama", "mistral", "qwen3"),
         f"rope scaling {rope_type}": rope_type != "default",
         f"sliding_window {window}": window is not None,
-        "is_causal": not theirs.get("is_causal", True),
+        "is_causal": theirs.get("is_causal") is False,
         "attention_bias": theirs.get("attention_bias", False),
         "mlp_bias": theirs.get("mlp_bias", False),
         f"hidden_act {theirs.get('hidden_act')}": theirs.get("hidden_act", "silu") != "silu",
@@ -197,7 +197,8 @@ def read_pretrained(source: str) -> Pretrained:
     }
     if model_config["tied_embeddings"] and "token_embedding.weight" in weights:
         embedding = weights["token_embedding.weight"]
-        if not torch.equal(weights.setdefault("lm_head.weight", embedding), embedding):
+        head = weights.setdefault("lm_head.weight", embedding)
+        if head is not embedding and not torch.equal(head, embedding):
             raise UserError(
                 f"{folder}: lm_head.weight differs from the embedding, but its config.json has "
                 "tie_word_embeddings: set it to false there if the model is not tied"

@@ -203,7 +203,7 @@ figure.align_ylabels(axes)
 for panel in axes:
     panel.grid(alpha=0.3)
     panel.spines[["top", "right"]].set_visible(False)
-kind = Path(png).suffix[1:]
+kind = Path(png).suffix[1:].lower()
 if kind not in ("png", "svg", "pdf", "ps", "eps"):  # formats with metadata
     raise UserError(f"--png={png} must end in .png, .svg, .pdf, .ps or .eps")
 WRITER = "plot.py of steadyGPT"  # in the metadata: only our own plots are overwritten

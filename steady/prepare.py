@@ -357,20 +357,18 @@ def complete(folder: Path, tokenizer: Tokenizer, done: dict[str, Any]) -> None:
             )
     seen = count_tokens(paths["val"], tokenizer)
     probabilities = seen[seen > 0] / seen.sum()
-    meta = (
-        tokenizer.meta()
-        | {
-            "vocab_size": tokenizer.vocab_size,
-            "dtype": {2: "uint16", 4: "uint32"}[dtype.itemsize],
-            "tokens": tokens,
-            "bytes": done["bytes"],
-            "crc32": {split: file_crc(path) for split, path in paths.items()},
-            "begins": {split: crc_of_start(path) for split, path in paths.items()},
-            # the loss in nats of the best model that only knows token frequencies
-            "unigram_entropy": float(-(probabilities * np.log(probabilities)).sum()),
-        }
-        | ({"trained": True} if getattr(tokenizer, "trained", False) else {})
-    )
+    meta = tokenizer.meta() | {
+        "vocab_size": tokenizer.vocab_size,
+        "dtype": {2: "uint16", 4: "uint32"}[dtype.itemsize],
+        "tokens": tokens,
+        "bytes": done["bytes"],
+        "crc32": {split: file_crc(path) for split, path in paths.items()},
+        "begins": {split: crc_of_start(path) for split, path in paths.items()},
+        # the loss in nats of the best model that only knows token frequencies
+        "unigram_entropy": float(-(probabilities * np.log(probabilities)).sum()),
+    }
+    if getattr(tokenizer, "trained", False):
+        meta["trained"] = True
     with atomic_write(folder / "meta.json") as file:
         file.write(json.dumps(meta, indent=1).encode() + b"\n")
     for path in paths.values():
@@ -520,7 +518,9 @@ def prepare_from_hub(
             f"{path} has no column text, only {shown(', '.join(dataset.column_names))}: save it as "
             "Parquet files, and pass them to data/text/prepare.py with --column=NAME"
         )
-    local = [p for p in sorted(Path(path).rglob("*")) if p.is_file()] if Path(path).is_dir() else ()
+    files = sorted(Path(path).rglob("*")) if Path(path).is_dir() else ()
+    own = folder.resolve()
+    local = [p for p in files if p.is_file() and own not in p.resolve().parents]
     n_shards = dataset.num_shards if streaming else math.ceil(len(dataset) / DOCUMENTS_PER_SHARD)
     source = {
         "path": path, "name": name, "split": split, "revision": revision,
