@@ -25,6 +25,7 @@ import signal
 import sys
 import textwrap
 import types
+from collections.abc import Iterator
 from itertools import takewhile, zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -285,17 +286,9 @@ def run_config_file(
             if os.path.dirname(getattr(sys.modules[name], "__file__", None) or "") == folder:
                 del sys.modules[name]
     parsed, imported = ast.parse(source), set()  # imported: such as pi, from math
-    targets = [t for node in ast.walk(parsed) for t in getattr(node, "targets", ())]
-    assigned = {getattr(target, "id", "") for target in targets}
-    for node in ast.walk(parsed):  # `n_layer: 6` and `n_layer == 6` are Python, but set nothing
-        value = getattr(node, "value", None)
-        declared = isinstance(node, ast.AnnAssign) and not value and node in parsed.body
-        compared = isinstance(value, ast.Compare | ast.Dict | ast.Set)
-        if (isinstance(node, ast.Expr) and compared) or (
-            declared and getattr(node.target, "id", "") not in assigned
-        ):
-            line = shown(source.splitlines()[node.lineno - 1].strip())
-            raise UserError(f"{path}, line {node.lineno}: {line} sets nothing: write name = value")
+    for node in lines_without_effect(parsed):
+        line = shown(source.splitlines()[node.lineno - 1].strip())
+        raise UserError(f"{path}, line {node.lineno}: {line} sets nothing: write name = value")
     for node in ast.walk(parsed):
         if isinstance(node, ast.ImportFrom):
             imported |= {alias.asname or alias.name for alias in node.names}
@@ -312,6 +305,19 @@ def run_config_file(
                 f"unknown setting {key!r} in {path}{nearest(key, settings)} "
                 "(helper variables must begin with an underscore)"
             )
+
+
+def lines_without_effect(parsed: ast.Module) -> Iterator[ast.stmt]:
+    """Lines of a config file that are Python but set nothing: `n_layer: 6`, `n_layer == 6`."""
+    targets = [t for node in ast.walk(parsed) for t in getattr(node, "targets", ())]
+    assigned = {getattr(target, "id", "") for target in targets}
+    for node in parsed.body:
+        if isinstance(node, ast.AnnAssign) and not node.value:
+            if getattr(node.target, "id", "") not in assigned:
+                yield node
+    for node in ast.walk(parsed):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Compare | ast.Dict | ast.Set):
+            yield node
 
 
 def parse(text: str, kind: type) -> Any:

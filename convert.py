@@ -388,16 +388,14 @@ def write_pretrained(saved: dict[str, Any], folder: Path, dtype: torch.dtype) ->
         raise UserError(
             f"--to={folder} holds another model or tokenizer: name another folder, or delete it"
         )
-    folder.mkdir(parents=True, exist_ok=True)
     weights = {
         rename(name, OURS): tensor.to(dtype).contiguous()
         for name, tensor in saved["model"].items()
         if not (ours.tied_embeddings and name == "lm_head.weight")
     }
-    for name, tensor in weights.items():
-        if not tensor.isfinite().all():
-            kind = str(dtype).removeprefix("torch.")
-            raise UserError(f"{name} has values beyond the range of {kind}: use --dtype=bfloat16")
+    beyond = f"values beyond the range of {theirs['torch_dtype']}: use --dtype=bfloat16"
+    checkpoint.check_finite(weights, folder, beyond)
+    folder.mkdir(parents=True, exist_ok=True)
     # safetensors needs a file name, and raises its own error if the disk is full
     part = folder / f"model.{secrets.token_hex(4)}.tmp"
     before = set(folder.iterdir())

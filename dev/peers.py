@@ -53,9 +53,9 @@ from steady.stop import on_signals
 data = ""  # folder with train.bin (or train.bin.xz), val.bin and meta.json
 size = "124m"  # tiny, 30m, 124m or 350m; the head size is that of the recipe's config file
 nanogpt = ""  # path to a checkout of karpathy/nanoGPT
-nanogpt_runs = ""  # [NAME: ]TOKENS_PER_STEP:LEARNING_RATE:TOKENS[:WARMUP_STEPS], and commas between
+nanogpt_runs = ""  # comma-separated: [NAME: ]TOKENS_PER_STEP:LEARNING_RATE:TOKENS[:WARMUP_STEPS]
 nanochat = ""  # path to a checkout of karpathy/nanochat
-nanochat_runs = ""  # [NAME: ]TOKENS_PER_STEP:TOKENS, and commas between
+nanochat_runs = ""  # comma-separated: [NAME: ]TOKENS_PER_STEP:TOKENS
 ours = ""  # [NAME: ]flags and config files of train.py; separate recipes with ";"
 seeds = "1337"  # for weights and data order, separated by commas
 out = "peers.jsonl"  # file to append one line per run to

@@ -565,7 +565,9 @@ def described(value: Any) -> tuple | None:
     return value.is_floating_point(), value.is_complex(), value.shape
 
 
-def check_finite(weights: dict[str, Tensor], path: Path) -> None:
+def check_finite(
+    weights: dict[str, Tensor], path: Path, problem: str = "values that are not finite"
+) -> None:
     """Raises UserError that names a tensor with NaN or infinite values. Checks the sum of each
     tensor, with one device sync."""
     names = [n for n, w in weights.items() if isinstance(w, Tensor) and w.is_floating_point()]
@@ -573,7 +575,7 @@ def check_finite(weights: dict[str, Tensor], path: Path) -> None:
     finite = torch.stack(sums).isfinite().tolist() if sums else []
     for name, is_finite in zip(names, finite, strict=True):
         if not is_finite:
-            raise UserError(f"{path}: {name} has values that are not finite")
+            raise UserError(f"{path}: {name} has {problem}")
 
 
 @torch.no_grad()

@@ -76,7 +76,7 @@ def key_heads(config: GPTConfig) -> tuple[int, int]:
     """The number of key heads and their width. A model that you have edited may lack the settings:
     then the model has as many key heads as query heads, or no attention at all."""
     heads = getattr(config, "n_head", 0)
-    width = getattr(config, "head_dim", config.n_embd // max(1, heads))
+    width = getattr(config, "head_dim", 0) or config.n_embd // max(1, heads)
     return getattr(config, "n_kv_head", heads), width
 
 

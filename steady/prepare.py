@@ -49,6 +49,7 @@ from steady.tokenizer import (
     PIECE,
     ByteTokenizer,
     CharTokenizer,
+    HFTokenizer,
     Tokenizer,
     check_meta,
     code_points,
@@ -367,7 +368,7 @@ def complete(folder: Path, tokenizer: Tokenizer, done: dict[str, Any]) -> None:
         # the loss in nats of the best model that only knows token frequencies
         "unigram_entropy": float(-(probabilities * np.log(probabilities)).sum()),
     }
-    if getattr(tokenizer, "trained", False):
+    if isinstance(tokenizer, HFTokenizer) and tokenizer.trained:
         meta["trained"] = True
     with atomic_write(folder / "meta.json") as file:
         file.write(json.dumps(meta, indent=1).encode() + b"\n")
@@ -377,7 +378,7 @@ def complete(folder: Path, tokenizer: Tokenizer, done: dict[str, Any]) -> None:
         (folder / name).unlink(missing_ok=True)
     for split in SPLITS:
         print(f"{folder / split}.bin: {tokens[split]:,} tokens{replaced}")
-    unknown = getattr(tokenizer, "unknown", None)
+    unknown = tokenizer.unknown() if isinstance(tokenizer, HFTokenizer) else None
     share = 0 if unknown is None else seen[unknown] / seen.sum()
     if share > 0.01:
         print(

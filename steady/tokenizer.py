@@ -247,8 +247,6 @@ class HFTokenizer:
             raise UserError(
                 f"this tokenizer.json has id {self.vocab_size - 1}, but {len(vocabulary)} tokens"
             )
-        model = json.loads(content)["model"]
-        self.unknown = model.get("unk_id", vocabulary.get(model.get("unk_token")))
         # the byte fallback tokens that some models have: <0x00> to <0xFF>
         bytes_ = [vocabulary.get(f"<0x{i:02X}>") for i in range(256)]
         self.byte_ids = None if None in bytes_ else bytes_
@@ -260,6 +258,11 @@ class HFTokenizer:
             self.for_text = Tokenizer.from_str(content)
             make_plain(self.for_text)
             self.for_text.encode_special_tokens = True
+
+    def unknown(self) -> int | None:
+        """The id for text that the tokenizer does not know."""
+        model = json.loads(self.content)["model"]
+        return model.get("unk_id", self.tokenizer.token_to_id(model.get("unk_token") or ""))
 
     def encode(self, text: str) -> list[int]:
         return self.encoding_of(self.for_text, text).ids

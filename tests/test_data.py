@@ -97,6 +97,21 @@ def test_split_keeps_every_character():
     assert split_text("0123456789") == {"train": ["012345678"], "val": ["9"]}
 
 
+def interrupt_at(batch, monkeypatch):
+    """Interrupt a preparation before it encodes this batch; returns the list of all batches'
+    positions, which grows."""
+    encoded, encode = [], hub.encode_batch
+
+    def interrupted(job):
+        encoded.append(job[1])
+        if len(encoded) == batch:
+            raise KeyboardInterrupt
+        return encode(job)
+
+    monkeypatch.setattr(hub, "encode_batch", interrupted)
+    return encoded
+
+
 @pytest.mark.parametrize("name", sorted(p.parent.name for p in ROOT.glob("data/*/prepare.py")))
 def test_a_prepare_script_finds_the_project_from_another_data_folder(name):
     """Typed as ../NAME/prepare.py, which leaves ".." in the middle of __file__."""
@@ -360,15 +375,7 @@ def test_own_files_in_parts_processes_and_after_interruptions_are_the_same(
         prepare_from_files(tmp_path / "wrong", "gpt2", paths[:1], column="body", num_proc=2)
     assert error.traceback[-1].path.name == "prepare.py"  # our own error, printed as one line
 
-    encoded, encode = [], hub.encode_batch
-
-    def interrupted(job):
-        encoded.append(job[1])
-        if len(encoded) == 4:
-            raise KeyboardInterrupt
-        return encode(job)
-
-    monkeypatch.setattr(hub, "encode_batch", interrupted)
+    encoded = interrupt_at(4, monkeypatch)
     with pytest.raises(KeyboardInterrupt):
         prepare("restarted")
     prepare("restarted")
@@ -519,15 +526,7 @@ def test_processes_streaming_and_interruptions_change_nothing(
 
     monkeypatch.setattr(hub, "BATCH", 4000)
     monkeypatch.setattr(hub, "SAVE_SECONDS", 0)
-    encoded, encode = [], hub.encode_batch
-
-    def interrupted(job):
-        encoded.append(job[1])
-        if len(encoded) == 5:
-            raise KeyboardInterrupt
-        return encode(job)
-
-    monkeypatch.setattr(hub, "encode_batch", interrupted)
+    encoded = interrupt_at(5, monkeypatch)
     with pytest.raises(KeyboardInterrupt):
         prepare("restarted")
     done = tmp_path / "restarted" / ".shards" / "done.json"
@@ -546,15 +545,7 @@ def test_a_copy_of_a_repository_that_has_changed_starts_over(
 ):
     monkeypatch.setattr(hub, "BATCH", 4000)
     monkeypatch.setattr(hub, "SAVE_SECONDS", 0)
-    encode, encoded = hub.encode_batch, []
-
-    def interrupted(job):
-        encoded.append(job[1])
-        if len(encoded) == 3:
-            raise KeyboardInterrupt
-        return encode(job)
-
-    monkeypatch.setattr(hub, "encode_batch", interrupted)
+    encoded = interrupt_at(3, monkeypatch)
     prepare = (tmp_path / "out", ByteTokenizer(), str(repository))
     with pytest.raises(KeyboardInterrupt):
         hub.prepare_from_hub(*prepare, val_fraction=0.1)
