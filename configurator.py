@@ -66,7 +66,8 @@ RANGES = (
         "max_tokens",
     )),
     ("at least 0 and finite", lambda value: 0 <= value < math.inf, (
-        "learning_rate", "min_lr", "weight_decay", "grad_clip", "temperature", "reference",
+        "learning_rate", "min_lr", "weight_decay", "grad_clip", "second_target", "temperature",
+        "reference",
     )),
     ("at least 0 and below 1", lambda value: 0 <= value < 1, ("beta1", "beta2")),
     ("above 0 and at most 1", lambda value: 0 < value <= 1, ("top_p",)),

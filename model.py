@@ -317,7 +317,7 @@ class GPT(nn.Module):
         x = self.final_norm(x)
         if targets is not None:
             x, head = x.flatten(0, 1), self.lm_head  # (B * T, C)
-            return self.cross_entropy(x, head.weight, targets.flatten(), head.bias)
+            return self.cross_entropy(x, head.weight, targets, head.bias)
         return self.lm_head(x if cache is None else x[:, -1:])
 
     def num_params(self) -> int:

@@ -27,6 +27,7 @@ from steady import checkpoint, compiling, distributed, folder, hardware, memory,
 from steady.dataloader import DataLoader, DataSet, eval_batches
 from steady.float8 import use_float8
 from steady.generate import sample_while_training
+from steady.optim import averaged_weights, set_second_target
 from steady.profiler import start_profiler
 from steady.recompute import use_activation_checkpointing
 from steady.runlog import RunLog
@@ -70,6 +71,8 @@ weight_decay = 1e-1  # for matrices and embeddings only
 beta1 = 0.9  # AdamW's decay rate of the mean gradient
 beta2 = 0.95  # AdamW's decay rate of the mean squared gradient
 grad_clip = 1.0  # clip the gradient norm to this; 0.0: never
+average_weights = False  # evaluate, and save in best.pt, weights averaged over an eighth of the run
+second_target = 0.0  # weight of the token after next as a second target; falls to 0 by mid-run
 # learning-rate schedule
 lr_schedule = "cosine"  # cosine, or wsd (warmup, stable, decay as 1 - sqrt(progress))
 decay_lr = True  # False: keep the rate constant after warmup
@@ -169,6 +172,7 @@ log.settings(config, __file__)
 def forward_backward(model: torch.nn.Module, micro_batches: Iterable) -> torch.Tensor:
     """Accumulate the gradients of `micro_batches`, which are pairs (tokens, targets) of shape
     (batch, block_size). Return their share of the iteration's mean loss (scalar)."""
+    set_second_target(raw_model, iter_num, config)  # if second_target is set
     loss = torch.zeros((), device=process.device)  # a tensor that no CUDA graph overwrites
     for tokens, targets in micro_batches:
         if plan.cuda_graphs:
@@ -276,21 +280,22 @@ with saving:
         finished = iter_num >= max_iters
         if eval_only or (eval_interval > 0 and (iter_num % eval_interval == 0 or finished)):
             began, losses = time.perf_counter(), {}
-            for name, file in (("train_loss", train_file), ("val_loss", val_file)):
-                batches = eval_batches(file, fit.batch_size, eval_sequences, process)
-                # stop_requested() is an all-reduce: all ranks stop after the same batch
-                batches = takewhile(lambda _: not stop_request.stop_requested(), batches)
-                n_batches = eval_sequences / fit.batch_size / process.world_size
-                batches = log.waiting(batches, n_batches, f"evaluating {name}")
-                losses[name] = distributed.all_reduce_sum(evaluate(model, batches)).item()
-            saving.require_finite(losses, iter_num)
-            if stopping := stop_request.stop_requested():
-                break  # incomplete losses: the resumed run evaluates again
-            better = iter_num > 0 and not eval_only and losses["val_loss"] < best_val_loss
-            losses |= data.bits_per_byte(losses["val_loss"])
-            log.evaluation({"iter": iter_num} | losses, time.perf_counter() - began, better)
-            if better and save(best_path, weights() | {"best_val_loss": losses["val_loss"]}):
-                best_val_loss = losses["val_loss"]
+            with averaged_weights(opt, raw_model):  # if average_weights is set
+                for name, file in (("train_loss", train_file), ("val_loss", val_file)):
+                    batches = eval_batches(file, fit.batch_size, eval_sequences, process)
+                    # stop_requested() is an all-reduce: all ranks stop after the same batch
+                    batches = takewhile(lambda _: not stop_request.stop_requested(), batches)
+                    n_batches = eval_sequences / fit.batch_size / process.world_size
+                    batches = log.waiting(batches, n_batches, f"evaluating {name}")
+                    losses[name] = distributed.all_reduce_sum(evaluate(model, batches)).item()
+                saving.require_finite(losses, iter_num)
+                if stopping := stop_request.stop_requested():
+                    break  # incomplete losses: the resumed run evaluates again
+                better = iter_num > 0 and not eval_only and losses["val_loss"] < best_val_loss
+                losses |= data.bits_per_byte(losses["val_loss"])
+                log.evaluation({"iter": iter_num} | losses, time.perf_counter() - began, better)
+                if better and save(best_path, weights() | {"best_val_loss": losses["val_loss"]}):
+                    best_val_loss = losses["val_loss"]
             if iter_num > 0 and not eval_only and (better or always_save_checkpoint):
                 save(ckpt_path, training_state())
             log.restart_clock(iter_num)  # evaluation is not training time

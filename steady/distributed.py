@@ -528,6 +528,13 @@ def keep_unsharded(model: nn.Module) -> None:
         block.set_reshard_after_forward(False)
 
 
+def reshard(model: nn.Module) -> None:
+    """Free a sharded model's gathered weights, so that the next forward pass gathers them anew."""
+    for module in model.modules():
+        if hasattr(module, "reshard"):
+            module.reshard()
+
+
 def is_sharded(value: Any) -> bool:
     """Whether `value` is a tensor that is sharded over the processes (a DTensor)."""
     return hasattr(value, "full_tensor")

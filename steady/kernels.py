@@ -1,12 +1,10 @@
-"""Whether Triton kernels can run here, and compiled functions with an eager fallback.
+"""Whether Triton kernels can run here.
 
 Before its first kernel, Triton compiles a launcher in C. If that fails (many containers have no C
 compiler), plain torch computes the same, but takes more time and memory.
 """
 
 import functools
-from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -41,22 +39,6 @@ def _small_kernel_works() -> bool:
         return x.item() == 1.0
     except Exception:  # compilers raise all kinds of errors
         return False
-
-
-def compiled_if_possible(function: Callable, dynamic: bool = True) -> Callable:
-    """`function`, compiled once for all shapes (`dynamic`) or once per shape. If compiling fails,
-    it runs eagerly, so that the run goes on. (Compiling fails before anything is computed.)"""
-    compiled = torch.compile(function, dynamic=dynamic)
-
-    def call(*arguments: Any) -> Any:
-        nonlocal compiled
-        try:
-            return compiled(*arguments)
-        except torch._dynamo.exc.TorchDynamoException:
-            compiled = function
-            return function(*arguments)
-
-    return call
 
 
 if triton is not None:

@@ -32,25 +32,33 @@ def linear_cross_entropy(
     targets: Tensor,
     chunk_elements: int = CHUNK_ELEMENTS,
     bias: Tensor | None = None,
+    share: Tensor | float = 0.0,
 ) -> Tensor:
     """Mean of `cross_entropy(hidden @ weight.T + bias, targets)`; negative targets are ignored.
 
     Args:
-        hidden: (N, C). weight: (V, C). targets: (N,) int64.
+        hidden: (N, C). weight: (V, C). targets: (N,) or (B, T) int64.
         chunk_elements: logits to hold at a time; more is a little faster.
         bias: (V,) or None.
+        share: with gradients, each row's loss is (1 - share) times the cross-entropy of its target
+            plus share times that of its second target: the next one in its sequence.
 
     Returns a scalar in float32 (float64 for float64 inputs); 0 if all targets are ignored. Matmuls
     run in autocast's dtype if it is on, and everything between them in float32.
     """
     dtype = compute_dtype(hidden)
-    rows, vocab_size = hidden.shape[0], weight.shape[0]
-    n_chunks = math.ceil(rows * vocab_size / chunk_elements)
-    chunk = math.ceil(rows / n_chunks)
+    n_rows, vocab_size = hidden.shape[0], weight.shape[0]
+    n_chunks = math.ceil(n_rows * vocab_size / chunk_elements)
+    chunk = math.ceil(n_rows / n_chunks)
     if chunk > 1024:  # whole matmul tiles; the last chunk may be smaller
         chunk = math.ceil(chunk / 256) * 256
     if torch.is_grad_enabled():
-        return _LinearCrossEntropy.apply(hidden, weight, targets, bias, dtype, chunk)
+        second = F.pad(targets[..., 1:], (0, 1), value=-1)  # the last token has none
+        shares = torch.where((targets < 0) | (second < 0), 0.0, share)
+        second = torch.where(shares > 0, second, targets)
+        rows = (x.flatten() for x in (targets, second, shares))
+        return _LinearCrossEntropy.apply(hidden, weight, bias, dtype, chunk, *rows)
+    targets = targets.flatten()
     weight, bias = weight.to(dtype), None if bias is None else bias.to(dtype)
     parts = zip(hidden.to(dtype).split(chunk), targets.split(chunk), strict=True)
     total = sum(_losses(_log_softmax(F.linear(h, weight, bias)), t).sum() for h, t in parts)
@@ -60,10 +68,12 @@ def linear_cross_entropy(
 class LinearCrossEntropy(nn.Module):
     """`linear_cross_entropy` as a layer, so that it is compiled like the model's other layers."""
 
+    share: Tensor | float = 0.0  # optim.set_second_target changes it
+
     def forward(
         self, hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None = None
     ) -> Tensor:
-        return linear_cross_entropy(hidden, weight, targets, bias=bias)
+        return linear_cross_entropy(hidden, weight, targets, bias=bias, share=self.share)
 
 
 def _log_softmax(logits: Tensor) -> Tensor:
@@ -83,35 +93,42 @@ def _count(targets: Tensor) -> Tensor:
     return (targets >= 0).sum().clamp(min=1)
 
 
-def losses_and_gradient(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Cross-entropy of each row of logits (n, V), and its gradient with respect to the logits.
-
-    The gradient, softmax - one_hot, may overwrite the logits.
-    """
+def losses_and_gradient(
+    logits: Tensor, targets: Tensor, second: Tensor, shares: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The loss of each row of logits (n, V), and its gradient with respect to the logits, which may
+    overwrite them: softmax - (1 - share) one_hot(target) - share one_hot(second)."""
     if runs_kernels(logits) and logits.dtype != torch.float64:
         losses = torch.empty(logits.shape[0], device=logits.device, dtype=torch.float32)
         block = min(8192, triton.next_power_of_2(logits.shape[1]))
         _cross_entropy_kernel[(logits.shape[0],)](
-            logits, targets, losses, logits.shape[1], BLOCK=block, num_warps=8
+            logits, targets, second, shares, losses, logits.shape[1], BLOCK=block, num_warps=8
         )
         return losses, logits
     log_probs = _log_softmax(logits)
-    losses, gradient = _losses(log_probs, targets), log_probs.exp_()  # in place
-    targets = targets[:, None]
-    gradient.scatter_add_(1, targets.clamp(min=0), gradient.new_full(targets.shape, -1.0))
-    return losses, gradient.masked_fill_(targets < 0, 0.0).to(logits.dtype)
+    shares = shares.to(log_probs.dtype)
+    losses = torch.lerp(_losses(log_probs, targets), _losses(log_probs, second), shares)
+    gradient = log_probs.exp_()  # in place
+    for ids, share in ((targets, 1.0 - shares), (second, shares)):
+        gradient.scatter_add_(1, ids.clamp(min=0)[:, None], -share[:, None])
+    return losses, gradient.masked_fill_(targets[:, None] < 0, 0.0).to(logits.dtype)
 
 
 if triton is not None:
 
     @triton.jit
-    def _cross_entropy_kernel(logits, targets, losses, vocab_size, BLOCK: tl.constexpr):
+    def _cross_entropy_kernel(
+        logits, targets, seconds, shares, losses, vocab_size, BLOCK: tl.constexpr
+    ):
         """One program per row: one pass for the log-sum-exp, one that overwrites the logits."""
         row = tl.program_id(0).to(tl.int64)
         logits += row * vocab_size
         target = tl.load(targets + row)
         counts = target >= 0
         picked = tl.load(logits + target, mask=counts, other=0.0).to(tl.float32)
+        second, share = tl.load(seconds + row), tl.load(shares + row)
+        also = tl.load(logits + second, mask=counts, other=0.0).to(tl.float32)
+        picked += share * (also - picked)
         largest, total = -float("inf"), 0.0  # running maximum, and sum of exp(x - maximum)
         for start in range(0, vocab_size, BLOCK):
             columns = start + tl.arange(0, BLOCK)
@@ -126,23 +143,25 @@ if triton is not None:
             columns = start + tl.arange(0, BLOCK)
             inside = columns < vocab_size
             x = tl.load(logits + columns, mask=inside, other=0.0).to(tl.float32)
-            gradient = tl.exp(x - log_sum) - tl.where(columns == target, 1.0, 0.0)
+            gradient = tl.exp(x - log_sum) - tl.where(columns == target, 1.0 - share, 0.0)
+            gradient -= tl.where(columns == second, share, 0.0)
             gradient = tl.where(counts, gradient, 0.0)
             tl.store(logits + columns, gradient.to(logits.dtype.element_ty), mask=inside)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, weight, targets, bias, dtype, chunk):
+    def forward(ctx, hidden, weight, bias, dtype, chunk, targets, second, shares):
         cast_weight, cast_bias = weight.to(dtype), None if bias is None else bias.to(dtype)
         total, grad_weight, grad_bias, grad_hidden = 0.0, None, None, []
-        for h, t in zip(hidden.to(dtype).split(chunk), targets.split(chunk), strict=True):
-            losses, grad = losses_and_gradient(F.linear(h, cast_weight, cast_bias), t)
+        columns = (hidden.to(dtype), targets, second, shares)
+        for h, *t in zip(*(column.split(chunk) for column in columns), strict=True):
+            losses, grad = losses_and_gradient(F.linear(h, cast_weight, cast_bias), *t)
             total = total + losses.sum()
             grad_hidden.append(grad @ cast_weight)
             part = grad.T @ h
             if grad_weight is None:  # a single chunk needs no float32 sum
-                grad_weight = part if len(t) == len(targets) else part.to(_accumulator(dtype))
+                grad_weight = part if len(h) == len(hidden) else part.to(_accumulator(dtype))
             else:
                 grad_weight += part
             if bias is not None:
@@ -170,4 +189,4 @@ class _LinearCrossEntropy(torch.autograd.Function):
         grad_weight = (grad_weight.to(wide) * scale).to(weight_dtype)
         if grad_bias is not None:
             grad_bias = (grad_bias * scale).to(weight_dtype)
-        return grad_hidden, grad_weight, None, grad_bias, None, None
+        return grad_hidden, grad_weight, grad_bias, None, None, None, None, None

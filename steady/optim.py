@@ -1,23 +1,28 @@
-"""AdamW and Muon, gradient clipping, gradients for CUDA graphs, and learning-rate schedules.
+"""AdamW and Muon, gradient clipping, gradients for CUDA graphs, averaged weights, and schedules.
 
 Any torch optimizer can replace ours.
 """
 
+import contextlib
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from steady import UserError, muon
-from steady.distributed import is_sharded, local_rows, local_shards, total_norm
-from steady.kernels import compiled_if_possible
+from steady.distributed import is_sharded, local_rows, local_shards, reshard, total_norm
+from steady.loss import LinearCrossEntropy
 from steady.recompute import repeated_blocks
 
 # initial value, final value, and warm-up steps: more than a short run has (docs/choosing.md)
 MUON_MOMENTUM = 0.85, 0.95, 1500
 MUON_ELEMENTS = 2**26  # matrix elements per batched update: limits its memory
+# Averaged weights: the average forgets the first of n iterations with a power of n (Karras et al.
+# 2023, "Analyzing and improving the training dynamics of diffusion models"), so that it reaches
+# back over a fixed share of the run. The share in the blend is that of the average.
+AVERAGE_POWER, AVERAGE_INTERVAL, AVERAGE_SHARE = 8, 8, 0.6
 IGNORE_SCALE = ("mps",)  # devices whose fused AdamW ignores grad_scale and found_inf
 
 
@@ -32,6 +37,20 @@ class AdamW(torch.optim.AdamW):
         """Divide the gradients by `divisor` in the next step, or skip the update if found_inf is
         1.0. (torch.amp.GradScaler uses the same attributes, and multiplies its scale into ours.)"""
         self.grad_scale, self.found_inf = divisor, found_inf
+
+    def step(self, closure: None = None) -> None:
+        super().step()
+        self.update_averages()
+
+    @torch.no_grad()
+    def update_averages(self) -> None:
+        """Move the running averages of the weights towards the weights, if they are in use."""
+        for group in self.param_groups:
+            known = [p for p in group["params"] if "average" in self.state.get(p, {})]
+            if known and group.get("average_rate"):
+                averages = local_shards([self.state[p]["average"] for p in known])
+                weights = local_shards([p.data for p in known])
+                torch._foreach_lerp_(averages, weights, group["average_rate"])
 
     def _init_group(self, group: dict[str, Any], *lists: list[Tensor]) -> bool:
         has_complex = super()._init_group(group, *lists)
@@ -83,7 +102,7 @@ class Muon(AdamW):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
-        super().step()
+        torch.optim.AdamW.step(self)
         group = self.muon_group
         buffers = self.state[group["params"][0]]["momentum"]
         # tensors, because every new Python number would recompile the code
@@ -110,6 +129,23 @@ class Muon(AdamW):
             torch._foreach_mul_(weights, 1.0 - usable * decay)
             torch._foreach_sub_(weights, change.unbind())
             torch._foreach_copy_(momenta + mean_squares, [*buffer, *mean_square])
+        self.update_averages()
+
+
+def compiled_if_possible(function: Callable) -> Callable:
+    """`function`, compiled once for all shapes. If compiling fails, it runs eagerly, so that the
+    run goes on. (Compiling fails before anything is computed.)"""
+    compiled = torch.compile(function, dynamic=True)
+
+    def call(*arguments: Any) -> Any:
+        nonlocal compiled
+        try:
+            return compiled(*arguments)
+        except torch._dynamo.exc.TorchDynamoException:
+            compiled = function
+            return function(*arguments)
+
+    return call
 
 
 def stacks_of(
@@ -174,7 +210,30 @@ def build_optimizer(
         )
     for parameter in others:
         optimizer.state[parameter] = adamw_state(parameter)
+    if config.get("average_weights") and not evaluates:
+        for parameter in parameters:
+            optimizer.state[parameter]["average"] = parameter.detach().clone()
     return optimizer
+
+
+@contextlib.contextmanager
+def averaged_weights(optimizer: torch.optim.Optimizer, model: nn.Module) -> Iterator[None]:
+    """In the `with` block the model has its averaged weights, if the optimizer averages them: a
+    blend of the current ones and of their running average. They are better than either, because
+    the average removes noise of the last steps that a decaying learning rate leaves."""
+    states = [(p, s["average"]) for p, s in optimizer.state.items() if "average" in s]
+    if not states:
+        yield
+        return
+    weights = local_shards([p.data for p, _ in states])
+    current = [weight.clone() for weight in weights]
+    reshard(model)  # with fsdp: gather the changed weights
+    torch._foreach_lerp_(weights, local_shards([a for _, a in states]), AVERAGE_SHARE)
+    try:
+        yield
+    finally:
+        reshard(model)
+        torch._foreach_copy_(weights, current)
 
 
 def adamw_state(parameter: nn.Parameter) -> dict[str, Tensor]:
@@ -233,6 +292,9 @@ def load_state(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
             found = {name: (tensor.shape, tensor.dtype) for name, tensor in states[i].items()}
         except (KeyError, TypeError, AttributeError):
             found = {}
+        if not ("average" in found and "average" in state):  # average_weights was or is off
+            found.pop("average", None)
+            state = {name: tensor for name, tensor in state.items() if name != "average"}
         if found != {name: (tensor.shape, tensor.dtype) for name, tensor in state.items()}:
             raise UserError(
                 f"optimizer state of parameter {i} is missing or has the wrong shape or dtype"
@@ -350,11 +412,36 @@ def decay_start(config: dict[str, Any]) -> int | None:
 
 
 def set_schedule(optimizer: torch.optim.Optimizer, step: int, config: dict[str, Any]) -> float:
-    """Set the learning rate and Muon's momentum for step `step`; returns the learning rate."""
+    """Set the learning rate, Muon's momentum and the rate of averaged weights for step `step`;
+    returns the learning rate."""
     lr = learning_rate_at(step, config)
     first, last, steps = MUON_MOMENTUM
+    rate = min(1.0, AVERAGE_POWER * AVERAGE_INTERVAL / (step + 1))
     for group in optimizer.param_groups:
         group["lr"] = lr
+        if isinstance(optimizer, AdamW):
+            group["average_rate"] = 0.0 if step % AVERAGE_INTERVAL else rate
         if group.get("muon"):
             group["momentum"] = first + (last - first) * min(1.0, step / steps)
     return lr
+
+
+def set_second_target(model: nn.Module, step: int, config: dict[str, Any]) -> None:
+    """Train on the token after next too, as a second target of the same logits. Its weight relative
+    to the first target falls from config["second_target"] to 0 over the first half of the
+    schedule. (Gloeckle et al. 2024, "Better & faster large language models via multi-token
+    prediction", use a head for each token.)
+
+    Call before every step. Raises UserError if the model does not use LinearCrossEntropy.
+    """
+    if not config["second_target"]:
+        return
+    layers = [layer for layer in model.modules() if isinstance(layer, LinearCrossEntropy)]
+    if not layers:
+        raise UserError("second_target needs a model whose loss is self.cross_entropy")
+    end = max(1, config["lr_decay_iters"] or config["max_iters"])
+    weight = config["second_target"] * max(0.0, 1.0 - 2.0 * step / end)
+    for layer in layers:
+        if not isinstance(layer.share, Tensor):
+            layer.share = torch.zeros((), device=next(model.parameters()).device)
+        layer.share.fill_(weight / (1.0 + weight))  # in place, as CUDA graphs need

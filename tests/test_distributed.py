@@ -20,7 +20,7 @@ from model import GPT, GPTConfig
 from steady import checkpoint, compiling, distributed
 from steady.dataloader import TokenFile, eval_batches
 from steady.distributed import Process, sum_gradients
-from steady.optim import build_optimizer, clip_gradients
+from steady.optim import averaged_weights, build_optimizer, clip_gradients
 from steady.recompute import use_activation_checkpointing
 from steady.runlog import read_metrics
 
@@ -109,7 +109,8 @@ def alone(sums, tmp_path_factory):
     return run_alone(sums, tmp_path_factory.mktemp("alone"))
 
 
-MUON = ["--optimizer=muon", "--learning_rate=5e-3", "--n_layer=3"]
+MUON = ["--optimizer=muon", "--learning_rate=5e-3", "--n_layer=3", "--average_weights=True",
+        "--second_target=0.5", "--eval_interval=4"]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -617,6 +618,21 @@ def test_divided_blocks_compile_with_selective_checkpointing(divided, monkeypatc
     tokens = torch.zeros(1, 8, dtype=torch.int64)
     divided(tokens, tokens).backward()
     assert all(p.grad is not None for p in divided.parameters())
+
+
+def test_gathered_averages_do_not_outlive_the_evaluation(divided):
+    """Without the fix the next step trains with the averaged weights."""
+    settings = {"optimizer": "adamw", "learning_rate": 0.1, "beta1": 0.9, "beta2": 0.95}
+    optimizer = build_optimizer(divided, settings | {"weight_decay": 0.0, "average_weights": True})
+    distributed.keep_unsharded(divided)
+    tokens = torch.zeros(1, 8, dtype=torch.int64)
+    with torch.no_grad():
+        divided(tokens, tokens)
+        with averaged_weights(optimizer, divided):
+            assert all(map(distributed.is_sharded, divided.parameters()))
+            divided(tokens, tokens)
+            assert not all(map(distributed.is_sharded, divided.parameters()))
+    assert all(map(distributed.is_sharded, divided.parameters()))
 
 
 @pytest.mark.parametrize(

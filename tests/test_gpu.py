@@ -57,6 +57,8 @@ SMALL = [
     "--lr_decay_iters=30",  # the same schedule for shorter runs
     "--eval_interval=5",
     "--eval_iters=10",
+    "--average_weights=True",
+    "--second_target=0.5",
     "--device=cuda",
 ]
 

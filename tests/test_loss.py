@@ -52,6 +52,40 @@ def test_gradcheck():
     )
 
 
+def mixed(hidden, weight, targets, share):
+    """The loss with a second target, the plain way. targets: (B, T)."""
+    losses = F.cross_entropy(
+        hidden @ weight.T, targets.flatten(), ignore_index=-1, reduction="none"
+    )
+    losses, mean = losses.view_as(targets), 0.0
+    for row, ids in enumerate(targets):
+        for i, target in enumerate(ids):
+            second = ids[i + 1] if i + 1 < len(ids) else -1
+            if target >= 0 and second >= 0:
+                scores = (hidden[row * len(ids) + i] @ weight.T).log_softmax(-1)
+                mean += (1 - share) * losses[row, i] - share * scores[second]
+            else:
+                mean += losses[row, i]
+    return mean / (targets >= 0).sum()
+
+
+@pytest.mark.parametrize("chunk_elements", [7 * 3, 10**6])
+def test_a_second_target_is_the_next_one_of_the_same_sequence(chunk_elements):
+    hidden, weight, targets = inputs(12, 4, 7, torch.float64, (2, 3, 9))
+    targets, share = targets.view(3, 4), torch.tensor(0.3)
+    targets[1, 2] = targets[1, 1]  # both targets are the same token
+    expected = loss_and_gradients(lambda *a: mixed(*a, share.double()), hidden, weight, targets)
+    found = loss_and_gradients(
+        lambda h, w, t: linear_cross_entropy(h, w, t, chunk_elements, share=share),
+        hidden, weight, targets,
+    )  # fmt: skip
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-7, atol=1e-8)
+    with torch.no_grad():  # an evaluation has one target
+        loss = linear_cross_entropy(hidden, weight, targets, chunk_elements, share=share)
+    torch.testing.assert_close(loss, full(hidden, weight, targets.flatten()).detach())
+
+
 def test_second_derivatives_are_refused():
     """Without the fix their contributions are missing, silently."""
     hidden, weight, targets = inputs(5, 3, 7, torch.float64, (2,))

@@ -10,7 +10,7 @@ from steady.memory import batch_sizes, fit, require_room, rough_gib
 
 EAGER = Plan("compile=False", "default", False)
 GPT2 = {"n_layer": 12, "n_embd": 768, "vocab_size": 50304, "block_size": 1024, "eval_only": False,
-        "activation_checkpointing": "none"}  # fmt: skip
+        "average_weights": False, "activation_checkpointing": "none"}  # fmt: skip
 
 
 def settings(batch_size, accumulation, **more):
@@ -112,6 +112,7 @@ def test_fsdp_divides_the_estimates_weights_and_evaluating_takes_a_quarter():
     whole, divided = (rough_gib(GPT2, 0, process) for process in (one, four))
     assert divided == whole / 4
     assert rough_gib(GPT2 | {"eval_only": True}, 0, one) == whole / 4
+    assert rough_gib(GPT2 | {"average_weights": True}, 0, one) == whole * 1.5
 
 
 def test_a_model_much_too_large_is_refused_before_it_is_built(monkeypatch):

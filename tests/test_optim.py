@@ -6,7 +6,15 @@ from torch import nn
 
 from model import GPT, GPTConfig
 from steady import checkpoint, muon, optim
-from steady.optim import build_optimizer, clip_gradients, learning_rate_at, load_state, set_schedule
+from steady.optim import (
+    averaged_weights,
+    build_optimizer,
+    clip_gradients,
+    learning_rate_at,
+    load_state,
+    set_schedule,
+    set_second_target,
+)
 
 CONFIG = {
     "learning_rate": 1.0,
@@ -404,3 +412,60 @@ def test_f19_an_optimizer_of_torchs_own_is_clipped_and_skips_too(kind):
     optim.clip_gradients(optimizer, 1.0)
     optimizer.step()
     assert torch.equal(weight, before)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_averaged_weights_forget_the_first_steps_and_leave_the_weights_alone(optimizer):
+    model = tiny()
+    opt = muon_for(model, optimizer=optimizer, average_weights=True)
+    averages = {p: p.detach().clone() for p in model.parameters()}
+    for step in range(100):
+        set_schedule(opt, step, CONFIG)
+        take_step(model, opt, step)
+        for p in averages if step % 8 == 0 else ():
+            averages[p].lerp_(p.detach(), min(1.0, 64 / (step + 1)))
+    before = copy.deepcopy(model.state_dict())
+    blends = {p: 0.4 * p.detach() + 0.6 * average for p, average in averages.items()}
+    with pytest.raises(KeyError), averaged_weights(opt, model):
+        for p, blend in blends.items():
+            torch.testing.assert_close(p.detach(), blend)
+        assert any((p - before[name]).abs().max() > 1e-3 for name, p in model.named_parameters())
+        raise KeyError  # the weights come back after an error too
+    assert all(torch.equal(before[name], p) for name, p in model.named_parameters())
+
+
+def test_averages_may_be_switched_on_or_off_in_a_run_and_other_optimizers_have_none():
+    for was, now in ((True, True), (True, False), (False, True)):
+        model = tiny()
+        opt = muon_for(model, average_weights=was)
+        set_schedule(opt, 0, CONFIG)
+        take_step(model, opt)
+        for average in (s["average"] for s in opt.state.values() if was):
+            average.add_(1.0)  # told apart from a new one
+        saved = copy.deepcopy(checkpoint.as_saved({"optimizer": opt})["optimizer"])
+        resumed = muon_for(model, average_weights=now)
+        load_state(resumed, saved)
+        weights = [p.detach().clone() for p in model.parameters()]
+        with averaged_weights(resumed, model):
+            same = all(map(torch.equal, weights, model.parameters()))
+        assert same is not (was and now)
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+    set_schedule(opt, 0, CONFIG)
+    with averaged_weights(opt, model):
+        assert all(map(torch.equal, weights, model.parameters()))
+
+
+def test_the_second_targets_weight_falls_to_zero_by_mid_run_in_the_same_tensor():
+    model = GPT(GPTConfig(block_size=8, vocab_size=16, n_layer=1, n_head=1, n_embd=8))
+    config = {"second_target": 0.5, "max_iters": 100, "lr_decay_iters": 0}
+    set_second_target(model, 0, config | {"second_target": 0.0})
+    assert model.cross_entropy.share == 0.0
+    shares, places = [], set()
+    for step in (0, 25, 50, 99):
+        set_second_target(model, step, config)
+        shares.append(model.cross_entropy.share.item())
+        places.add(model.cross_entropy.share.data_ptr())
+    assert shares == pytest.approx([0.5 / 1.5, 0.25 / 1.25, 0.0, 0.0])
+    assert len(places) == 1  # CUDA graphs read it there
+    with pytest.raises(ValueError, match="second_target needs"):
+        set_second_target(nn.Linear(2, 2), 0, config)

@@ -43,7 +43,7 @@ LOOP = """            x = block(x, rope, None if cache is None else cache.layer(
 BLOCK_END = (
     "        self.dropout = nn.Dropout(config.dropout)\n\n    def forward(self, x: Tensor, rope"
 )
-LOSS = "            return self.cross_entropy(x, head.weight, targets.flatten(), head.bias)"
+LOSS = "            return self.cross_entropy(x, head.weight, targets, head.bias)"
 EMBED = "        x = self.token_embedding(tokens)  # (B, T, C)"
 GPT_END = '            for name in ("rope_cos", "rope_sin"):'
 SDPA = re.search(
