@@ -212,7 +212,8 @@ def trial(micro_batch_size: int) -> torch.nn.Module:
     try:
         forward_backward(model, [(tokens, targets)] * runs)
         if eval_interval or eval_only:
-            evaluate(model, [(tokens, targets, 1.0)])
+            with averaged_weights(opt, raw_model):
+                evaluate(model, [(tokens, targets, 1.0)])
     finally:
         for holder in (opt, raw_model):  # raw_model too: opt may lack some parameters
             holder.zero_grad(set_to_none=not plan.cuda_graphs)

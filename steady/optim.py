@@ -438,7 +438,10 @@ def set_second_target(model: nn.Module, step: int, config: dict[str, Any]) -> No
         return
     layers = [layer for layer in model.modules() if isinstance(layer, LinearCrossEntropy)]
     if not layers:
-        raise UserError("second_target needs a model whose loss is self.cross_entropy")
+        raise UserError(
+            "second_target works through model.py's self.cross_entropy, which this model does not "
+            "have: use --second_target=0"
+        )
     end = max(1, config["lr_decay_iters"] or config["max_iters"])
     weight = config["second_target"] * max(0.0, 1.0 - 2.0 * step / end)
     for layer in layers:
