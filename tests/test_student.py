@@ -434,7 +434,8 @@ def test_an_edit_trains_resumes_samples_and_compiles(
 ):
     edit = EDITS[name]
     copy = edited(edit, tmp_path / "copy")
-    muon = ["--batch_size=2", "--gradient_accumulation_steps=2", "--optimizer=muon"]
+    muon = ["--batch_size=2", "--gradient_accumulation_steps=2", "--optimizer=muon",
+            "--average_weights=True"]  # fmt: skip
     quick = ["--eval_interval=0"]
     ways = {"adamw": quick, "compiled": [*muon, *quick, "--compile=True"],
             "muon": [*muon, "--max_iters=2"], "resumed": [*muon, "--init_from=resume"]}  # fmt: skip
