@@ -72,7 +72,7 @@ beta1 = 0.9  # AdamW's decay rate of the mean gradient
 beta2 = 0.95  # AdamW's decay rate of the mean squared gradient
 grad_clip = 1.0  # clip the gradient norm to this; 0.0: never
 average_weights = False  # evaluate, and save in best.pt, weights averaged over an eighth of the run
-second_target = 0.0  # weight of the token after next as a second target; falls to 0 by mid-run
+second_target = 0.0  # weight of the token after next as a second target; falls to 0 halfway
 # learning-rate schedule
 lr_schedule = "cosine"  # cosine, or wsd (warmup, stable, decay as 1 - sqrt(progress))
 decay_lr = True  # False: keep the rate constant after warmup

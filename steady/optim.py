@@ -47,10 +47,15 @@ class AdamW(torch.optim.AdamW):
         """Move the running averages of the weights towards the weights, if they are in use."""
         for group in self.param_groups:
             known = [p for p in group["params"] if "average" in self.state.get(p, {})]
-            if known and group.get("average_rate"):
+            rate = group.get("average_rate")
+            if known and rate is None:
+                raise UserError(
+                    "average_weights needs a call of set_schedule before every step: use "
+                    "--average_weights=False"
+                )
+            if known and rate:
                 averages = local_shards([self.state[p]["average"] for p in known])
-                weights = local_shards([p.data for p in known])
-                torch._foreach_lerp_(averages, weights, group["average_rate"])
+                torch._foreach_lerp_(averages, local_shards([p.data for p in known]), rate)
 
     def _init_group(self, group: dict[str, Any], *lists: list[Tensor]) -> bool:
         has_complex = super()._init_group(group, *lists)
@@ -221,15 +226,16 @@ def averaged_weights(optimizer: torch.optim.Optimizer, model: nn.Module) -> Iter
     """In the `with` block the model has its averaged weights, if the optimizer averages them: a
     blend of the current ones and of their running average. They are better than either, because
     the average removes noise of the last steps that a decaying learning rate leaves."""
-    states = [(p, s["average"]) for p, s in optimizer.state.items() if "average" in s]
+    ours = isinstance(optimizer, AdamW)  # others may use the same name for something else
+    states = [(p, s["average"]) for p, s in optimizer.state.items() if ours and "average" in s]
     if not states:
         yield
         return
     weights = local_shards([p.data for p, _ in states])
     current = [weight.clone() for weight in weights]
-    reshard(model)  # with fsdp: gather the changed weights
-    torch._foreach_lerp_(weights, local_shards([a for _, a in states]), AVERAGE_SHARE)
     try:
+        reshard(model)  # with fsdp: gather the changed weights
+        torch._foreach_lerp_(weights, local_shards([a for _, a in states]), AVERAGE_SHARE)
         yield
     finally:
         reshard(model)
@@ -303,6 +309,8 @@ def load_state(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
             own = local_shards([tensor])[0].copy_(local_rows(states[i][name], tensor))
             if name in ("step", "exp_avg_sq") and own.numel() and not own.min() >= 0:
                 raise UserError(f"optimizer state {name} of parameter {i} is negative or NaN")
+            if name == "average" and not own.sum().isfinite():
+                raise UserError(f"the averaged weights of parameter {i} are not finite")
     expected = sum(parameter in optimizer.state for parameter in parameters)
     if len(states) != expected:
         raise UserError(f"optimizer state for {len(states)} parameters, not {expected}")
@@ -416,6 +424,10 @@ def set_schedule(optimizer: torch.optim.Optimizer, step: int, config: dict[str, 
     returns the learning rate."""
     lr = learning_rate_at(step, config)
     first, last, steps = MUON_MOMENTUM
+    if config.get("average_weights") and not isinstance(optimizer, AdamW):
+        raise UserError(
+            "average_weights needs train.py's own optimizers: use --average_weights=False"
+        )
     rate = min(1.0, AVERAGE_POWER * AVERAGE_INTERVAL / (step + 1))
     for group in optimizer.param_groups:
         group["lr"] = lr
@@ -429,12 +441,12 @@ def set_schedule(optimizer: torch.optim.Optimizer, step: int, config: dict[str, 
 def set_second_target(model: nn.Module, step: int, config: dict[str, Any]) -> None:
     """Train on the token after next too, as a second target of the same logits. Its weight relative
     to the first target falls from config["second_target"] to 0 over the first half of the
-    schedule. (Gloeckle et al. 2024, "Better & faster large language models via multi-token
-    prediction", use a head for each token.)
+    schedule. (As in modded-nanogpt's record of December 2025; Gloeckle et al. 2024, "Better &
+    faster large language models via multi-token prediction", use a head for each token.)
 
     Call before every step. Raises UserError if the model does not use LinearCrossEntropy.
     """
-    if not config["second_target"]:
+    if not config["second_target"] or config["eval_only"]:
         return
     layers = [layer for layer in model.modules() if isinstance(layer, LinearCrossEntropy)]
     if not layers:
@@ -442,7 +454,7 @@ def set_second_target(model: nn.Module, step: int, config: dict[str, Any]) -> No
             "second_target works through model.py's self.cross_entropy, which this model does not "
             "have: use --second_target=0"
         )
-    end = max(1, config["lr_decay_iters"] or config["max_iters"])
+    end = max(1, config["decay_lr"] and config["lr_decay_iters"] or config["max_iters"])
     weight = config["second_target"] * max(0.0, 1.0 - 2.0 * step / end)
     for layer in layers:
         if not isinstance(layer.share, Tensor):

@@ -81,6 +81,8 @@ def test_a_second_target_is_the_next_one_of_the_same_sequence(chunk_elements):
     )  # fmt: skip
     for a, b in zip(found, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-7, atol=1e-8)
+    flat = linear_cross_entropy(hidden, weight, targets.flatten(), share=share)  # no sequences
+    torch.testing.assert_close(flat, full(hidden, weight, targets.flatten()))
     with torch.no_grad():  # an evaluation has one target
         loss = linear_cross_entropy(hidden, weight, targets, chunk_elements, share=share)
     torch.testing.assert_close(loss, full(hidden, weight, targets.flatten()).detach())

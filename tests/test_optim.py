@@ -434,7 +434,7 @@ def test_averaged_weights_forget_the_first_steps_and_leave_the_weights_alone(opt
     assert all(torch.equal(before[name], p) for name, p in model.named_parameters())
 
 
-def test_averages_may_be_switched_on_or_off_in_a_run_and_other_optimizers_have_none():
+def test_averages_may_be_switched_on_or_off_in_a_run():
     for was, now in ((True, True), (True, False), (False, True)):
         model = tiny()
         opt = muon_for(model, average_weights=was)
@@ -449,15 +449,12 @@ def test_averages_may_be_switched_on_or_off_in_a_run_and_other_optimizers_have_n
         with averaged_weights(resumed, model):
             same = all(map(torch.equal, weights, model.parameters()))
         assert same is not (was and now)
-    opt = torch.optim.SGD(model.parameters(), lr=0.1)
-    set_schedule(opt, 0, CONFIG)
-    with averaged_weights(opt, model):
-        assert all(map(torch.equal, weights, model.parameters()))
 
 
 def test_the_second_targets_weight_falls_to_zero_by_mid_run_in_the_same_tensor():
     model = GPT(GPTConfig(block_size=8, vocab_size=16, n_layer=1, n_head=1, n_embd=8))
-    config = {"second_target": 0.5, "max_iters": 100, "lr_decay_iters": 0}
+    config = CONFIG | {"second_target": 0.5, "max_iters": 100, "lr_decay_iters": 0}
+    config["eval_only"] = False
     set_second_target(model, 0, config | {"second_target": 0.0})
     assert model.cross_entropy.share == 0.0
     shares, places = [], set()
@@ -469,3 +466,43 @@ def test_the_second_targets_weight_falls_to_zero_by_mid_run_in_the_same_tensor()
     assert len(places) == 1  # CUDA graphs read it there
     with pytest.raises(ValueError, match="use --second_target=0"):
         set_second_target(nn.Linear(2, 2), 0, config)
+    set_second_target(nn.Linear(2, 2), 0, config | {"eval_only": True})
+
+
+def test_averages_are_refused_where_they_would_do_nothing():
+    model = tiny()
+    opt = muon_for(model, average_weights=True)
+    model(TOKENS, TOKENS + 1).backward()
+    with pytest.raises(ValueError, match="needs a call of set_schedule"):
+        opt.step()
+    with pytest.raises(ValueError, match="train.py's own optimizers"):
+        set_schedule(torch.optim.SGD(model.parameters()), 0, CONFIG | {"average_weights": True})
+    set_schedule(opt, 0, CONFIG)
+    saved = copy.deepcopy(checkpoint.as_saved({"optimizer": opt})["optimizer"])
+    saved["state"][0]["average"][0, 0] = float("nan")
+    with pytest.raises(ValueError, match="averaged weights of parameter 0 are not finite"):
+        load_state(opt, saved)
+
+
+def test_another_optimizers_state_is_not_taken_for_averages():
+    """Its state may have any keys, and entries that belong to no parameter."""
+    model = tiny()
+    opt = torch.optim.SGD(model.parameters())
+    opt.state["count"] = 1
+    for p in model.parameters():
+        opt.state[p]["average"] = torch.zeros_like(p)
+    before = copy.deepcopy(model.state_dict())
+    with averaged_weights(opt, model):
+        assert all(map(torch.equal, before.values(), model.state_dict().values()))
+
+
+def test_weights_come_back_if_the_blend_itself_fails():
+    model = tiny()
+    opt = muon_for(model, average_weights=True)
+    before = copy.deepcopy(model.state_dict())
+    first, *_, last = opt.state.values()
+    first["average"] += 1.0
+    last["average"] = torch.zeros(3)
+    with pytest.raises(RuntimeError), averaged_weights(opt, model):
+        pass
+    assert all(map(torch.equal, before.values(), model.state_dict().values()))
