@@ -27,7 +27,7 @@ from steady import checkpoint, compiling, distributed, folder, hardware, memory,
 from steady.dataloader import DataLoader, DataSet, eval_batches
 from steady.float8 import use_float8
 from steady.generate import sample_while_training
-from steady.optim import averaged_weights, set_second_target
+from steady.optim import AveragedWeights, set_second_target
 from steady.profiler import start_profiler
 from steady.recompute import use_activation_checkpointing
 from steady.runlog import RunLog
@@ -143,6 +143,7 @@ opt = optim.build_optimizer(raw_model, config, plan.compiled, process.dtype)
 scaler = torch.amp.GradScaler(process.device.type, enabled=process.dtype == torch.float16)
 if not eval_only:
     start.load_optimizer(opt, scaler)
+averages = AveragedWeights(raw_model, average_weights, start.average)
 parameters = [p for p in raw_model.parameters() if p.requires_grad]
 # CUDA graphs need every .grad to stay at the same address
 static_gradients = optim.StaticGradients(parameters, plan.cuda_graphs)
@@ -212,7 +213,7 @@ def trial(micro_batch_size: int) -> torch.nn.Module:
     try:
         forward_backward(model, [(tokens, targets)] * runs)
         if eval_interval or eval_only:
-            with averaged_weights(opt, raw_model):
+            with averages.blended():
                 evaluate(model, [(tokens, targets, 1.0)])
     finally:
         for holder in (opt, raw_model):  # raw_model too: opt may lack some parameters
@@ -238,8 +239,8 @@ def weights() -> dict:
 def training_state() -> dict:
     """The content of ckpt.pt: everything needed to resume. `save` writes objects as state dicts."""
     return weights() | {
-        "optimizer": opt, "scaler": scaler, "sequences": loader.position(iter_num),
-        "data_ids": data.ids, "dtype": str(process.dtype),
+        "optimizer": opt, "scaler": scaler, "average": averages,
+        "sequences": loader.position(iter_num), "data_ids": data.ids, "dtype": str(process.dtype),
     }  # fmt: skip
 
 
@@ -281,7 +282,7 @@ with saving:
         finished = iter_num >= max_iters
         if eval_only or (eval_interval > 0 and (iter_num % eval_interval == 0 or finished)):
             began, losses = time.perf_counter(), {}
-            with averaged_weights(opt, raw_model):  # if average_weights is set
+            with averages.blended():  # if average_weights is set
                 for name, file in (("train_loss", train_file), ("val_loss", val_file)):
                     batches = eval_batches(file, fit.batch_size, eval_sequences, process)
                     # stop_requested() is an all-reduce: all ranks stop after the same batch
@@ -326,6 +327,7 @@ with saving:
         scaler.step(opt)
         scaler.update()
         opt.zero_grad(set_to_none=not plan.cuda_graphs)
+        averages.update(iter_num)
         iter_num += 1
 
         # ---- log --------------------------------------------------------------

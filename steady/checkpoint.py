@@ -56,7 +56,7 @@ WEIGHTS_ONLY = {  # the keys of best.pt and their types
 }  # fmt: skip
 EVERYTHING = WEIGHTS_ONLY | {  # the keys of ckpt.pt and their types
     "config": dict, "optimizer": dict, "scaler": dict, "sequences": int,
-    "data_ids": dict,
+    "data_ids": dict, "average": dict,
 }  # fmt: skip
 
 
@@ -404,7 +404,7 @@ def read(path: Path) -> dict[str, Any]:
 def load(path: Path, kinds: dict[str, type] = WEIGHTS_ONLY) -> dict[str, Any]:
     """`read` a checkpoint. Raises UserError unless it has all keys of `kinds`, of these types."""
     try:
-        content = {"pretrained": None, "data_ids": {}} | read(path)
+        content = {"pretrained": None, "data_ids": {}, "average": {}} | read(path)
     except UserError as error:
         raise UserError(f"{error}{other_checkpoints(path)}") from None
     for key, kind in kinds.items():
@@ -612,6 +612,7 @@ class Start(NamedTuple):
     scaler: dict[str, Any] | None = None
     stale_files: tuple[str, ...] = FILES  # files in the folder from another run
     source: Path = Path()  # where all this comes from, for messages
+    average: dict[str, Tensor] | None = None  # averaged weights
 
     def load_weights(self, model: nn.Module) -> None:
         """Load the weights into `model`, if there are any; raises UserError if they do not fit."""
@@ -684,6 +685,7 @@ def resume(
         saved["scaler"],
         tuple(stale_files),
         path,
+        saved["average"],
     )
 
 

@@ -38,25 +38,6 @@ class AdamW(torch.optim.AdamW):
         1.0. (torch.amp.GradScaler uses the same attributes, and multiplies its scale into ours.)"""
         self.grad_scale, self.found_inf = divisor, found_inf
 
-    def step(self, closure: None = None) -> None:
-        super().step()
-        self.update_averages()
-
-    @torch.no_grad()
-    def update_averages(self) -> None:
-        """Move the running averages of the weights towards the weights, if they are in use."""
-        for group in self.param_groups:
-            known = [p for p in group["params"] if "average" in self.state.get(p, {})]
-            rate = group.get("average_rate")
-            if known and rate is None:
-                raise UserError(
-                    "average_weights needs a call of set_schedule before every step: use "
-                    "--average_weights=False"
-                )
-            if known and rate:
-                averages = local_shards([self.state[p]["average"] for p in known])
-                torch._foreach_lerp_(averages, local_shards([p.data for p in known]), rate)
-
     def _init_group(self, group: dict[str, Any], *lists: list[Tensor]) -> bool:
         has_complex = super()._init_group(group, *lists)
         for tensors in lists:  # parameters, gradients, moments
@@ -107,7 +88,7 @@ class Muon(AdamW):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
-        torch.optim.AdamW.step(self)
+        super().step()
         group = self.muon_group
         buffers = self.state[group["params"][0]]["momentum"]
         # tensors, because every new Python number would recompile the code
@@ -134,7 +115,6 @@ class Muon(AdamW):
             torch._foreach_mul_(weights, 1.0 - usable * decay)
             torch._foreach_sub_(weights, change.unbind())
             torch._foreach_copy_(momenta + mean_squares, [*buffer, *mean_square])
-        self.update_averages()
 
 
 def compiled_if_possible(function: Callable) -> Callable:
@@ -215,31 +195,7 @@ def build_optimizer(
         )
     for parameter in others:
         optimizer.state[parameter] = adamw_state(parameter)
-    if config.get("average_weights") and not evaluates:
-        for parameter in parameters:
-            optimizer.state[parameter]["average"] = parameter.detach().clone()
     return optimizer
-
-
-@contextlib.contextmanager
-def averaged_weights(optimizer: torch.optim.Optimizer, model: nn.Module) -> Iterator[None]:
-    """In the `with` block the model has its averaged weights, if the optimizer averages them: a
-    blend of the current ones and of their running average. They are better than either, because
-    the average removes noise of the last steps that a decaying learning rate leaves."""
-    ours = isinstance(optimizer, AdamW)  # others may use the same name for something else
-    states = [(p, s["average"]) for p, s in optimizer.state.items() if ours and "average" in s]
-    if not states:
-        yield
-        return
-    weights = local_shards([p.data for p, _ in states])
-    current = [weight.clone() for weight in weights]
-    try:
-        reshard(model)  # with fsdp: gather the changed weights
-        torch._foreach_lerp_(weights, local_shards([a for _, a in states]), AVERAGE_SHARE)
-        yield
-    finally:
-        reshard(model)
-        torch._foreach_copy_(weights, current)
 
 
 def adamw_state(parameter: nn.Parameter) -> dict[str, Tensor]:
@@ -298,9 +254,6 @@ def load_state(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
             found = {name: (tensor.shape, tensor.dtype) for name, tensor in states[i].items()}
         except (KeyError, TypeError, AttributeError):
             found = {}
-        if not ("average" in found and "average" in state):  # average_weights was or is off
-            found.pop("average", None)
-            state = {name: tensor for name, tensor in state.items() if name != "average"}
         if found != {name: (tensor.shape, tensor.dtype) for name, tensor in state.items()}:
             raise UserError(
                 f"optimizer state of parameter {i} is missing or has the wrong shape or dtype"
@@ -309,8 +262,6 @@ def load_state(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
             own = local_shards([tensor])[0].copy_(local_rows(states[i][name], tensor))
             if name in ("step", "exp_avg_sq") and own.numel() and not own.min() >= 0:
                 raise UserError(f"optimizer state {name} of parameter {i} is negative or NaN")
-            if name == "average" and not own.sum().isfinite():
-                raise UserError(f"the averaged weights of parameter {i} are not finite")
     expected = sum(parameter in optimizer.state for parameter in parameters)
     if len(states) != expected:
         raise UserError(f"optimizer state for {len(states)} parameters, not {expected}")
@@ -340,6 +291,60 @@ class StaticGradients:
             else:  # zero_grad() has set the gradient to None
                 own.copy_(gradient)
             parameter.grad = own
+
+
+class AveragedWeights:
+    """A running average of the weights. Evaluated weights are a blend of it and of the current
+    ones. They are better than either, because the average removes noise of the last steps that a
+    decaying learning rate leaves.
+
+    The average is saved and resumed. Buffers and frozen parameters are not averaged. `saved` is a
+    checkpoint's; without one the average starts with the current weights. Raises UserError if it
+    does not fit the model.
+    """
+
+    @torch.no_grad()
+    def __init__(self, model: nn.Module, enabled: bool, saved: dict[str, Tensor] | None = None):
+        self.model, saved = model, saved or {}
+        named = dict(model.named_parameters()) if enabled else {}
+        self.parameters = {n: p for n, p in named.items() if p.requires_grad or n in saved}
+        self.averages = {name: p.detach().clone() for name, p in self.parameters.items()}
+        for name, average in self.averages.items() if saved else ():
+            value = saved.get(name)
+            if not isinstance(value, Tensor) or value.shape != average.shape:
+                raise UserError(f"the average of {name} is damaged: use --average_weights=False")
+            own = local_shards([average])[0].copy_(local_rows(value, average))
+            if not own.sum().isfinite():
+                raise UserError(f"the average of {name} is not finite: use --average_weights=False")
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return self.averages
+
+    @torch.no_grad()
+    def update(self, step: int) -> None:
+        """Call after every optimizer step."""
+        if self.averages and step % AVERAGE_INTERVAL == 0:
+            rate = min(1.0, AVERAGE_POWER * AVERAGE_INTERVAL / (step + 1))
+            averages = local_shards(list(self.averages.values()))
+            weights = local_shards([p.data for p in self.parameters.values()])
+            torch._foreach_lerp_(averages, weights, rate)
+
+    @contextlib.contextmanager
+    def blended(self) -> Iterator[None]:
+        """In the `with` block the model has the blended weights, if averages are enabled."""
+        if not self.averages:
+            yield
+            return
+        averages = local_shards(list(self.averages.values()))
+        weights = local_shards([p.data for p in self.parameters.values()])
+        current = [weight.clone() for weight in weights]
+        try:
+            reshard(self.model)  # with fsdp: gather the changed weights
+            torch._foreach_lerp_(weights, averages, AVERAGE_SHARE)
+            yield
+        finally:
+            reshard(self.model)
+            torch._foreach_copy_(weights, current)
 
 
 @torch.no_grad()
@@ -420,19 +425,11 @@ def decay_start(config: dict[str, Any]) -> int | None:
 
 
 def set_schedule(optimizer: torch.optim.Optimizer, step: int, config: dict[str, Any]) -> float:
-    """Set the learning rate, Muon's momentum and the rate of averaged weights for step `step`;
-    returns the learning rate."""
+    """Set the learning rate and Muon's momentum for step `step`; returns the learning rate."""
     lr = learning_rate_at(step, config)
     first, last, steps = MUON_MOMENTUM
-    if config.get("average_weights") and not isinstance(optimizer, AdamW):
-        raise UserError(
-            "average_weights needs train.py's own optimizers: use --average_weights=False"
-        )
-    rate = min(1.0, AVERAGE_POWER * AVERAGE_INTERVAL / (step + 1))
     for group in optimizer.param_groups:
         group["lr"] = lr
-        if isinstance(optimizer, AdamW):
-            group["average_rate"] = 0.0 if step % AVERAGE_INTERVAL else rate
         if group.get("muon"):
             group["momentum"] = first + (last - first) * min(1.0, step / steps)
     return lr

@@ -20,7 +20,7 @@ from model import GPT, GPTConfig
 from steady import checkpoint, compiling, distributed
 from steady.dataloader import TokenFile, eval_batches
 from steady.distributed import Process, sum_gradients
-from steady.optim import averaged_weights, build_optimizer, clip_gradients
+from steady.optim import AveragedWeights, build_optimizer, clip_gradients
 from steady.recompute import use_activation_checkpointing
 from steady.runlog import read_metrics
 
@@ -172,6 +172,11 @@ def test_f22_muons_checkpoints_do_not_know_the_processes(launch, muon_alone, tmp
     launch(1, tmp_path, *MUON, "--init_from=resume", "--max_iters=7")
     launch(2, tmp_path, *MUON, "--init_from=resume", "--parallel=fsdp")
     assert entries(tmp_path, "loss") == pytest.approx(entries(muon_alone, "loss"), abs=1e-6)
+    ours, theirs = (  # the averaged weights' losses
+        {e["iter"]: e["val_loss"] for e in read_metrics(out / "metrics.jsonl") if "val_loss" in e}
+        for out in (tmp_path, muon_alone)
+    )
+    assert {i: ours[i] for i in theirs} == pytest.approx(theirs, abs=1e-6)
 
 
 def test_f22_f28_checkpoints_do_not_know_the_processes(launch, alone, run, tmp_path):
@@ -622,13 +627,12 @@ def test_divided_blocks_compile_with_selective_checkpointing(divided, monkeypatc
 
 def test_gathered_averages_do_not_outlive_the_evaluation(divided):
     """Without the fix the next step trains with the averaged weights."""
-    settings = {"optimizer": "adamw", "learning_rate": 0.1, "beta1": 0.9, "beta2": 0.95}
-    optimizer = build_optimizer(divided, settings | {"weight_decay": 0.0, "average_weights": True})
+    averages = AveragedWeights(divided, True)
     distributed.keep_unsharded(divided)
     tokens = torch.zeros(1, 8, dtype=torch.int64)
     with torch.no_grad():
         divided(tokens, tokens)
-        with averaged_weights(optimizer, divided):
+        with averages.blended():
             assert all(map(distributed.is_sharded, divided.parameters()))
             divided(tokens, tokens)
             assert not all(map(distributed.is_sharded, divided.parameters()))

@@ -7,7 +7,7 @@ from torch import nn
 from model import GPT, GPTConfig
 from steady import checkpoint, muon, optim
 from steady.optim import (
-    averaged_weights,
+    AveragedWeights,
     build_optimizer,
     clip_gradients,
     learning_rate_at,
@@ -414,41 +414,57 @@ def test_f19_an_optimizer_of_torchs_own_is_clipped_and_skips_too(kind):
     assert torch.equal(weight, before)
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-def test_averaged_weights_forget_the_first_steps_and_leave_the_weights_alone(optimizer):
+def test_averaged_weights_forget_the_first_steps_and_leave_the_weights_alone():
+    """With an optimizer of torch's own."""
     model = tiny()
-    opt = muon_for(model, optimizer=optimizer, average_weights=True)
-    averages = {p: p.detach().clone() for p in model.parameters()}
+    model.final_norm.requires_grad_(False)
+    opt = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    averaged, expected = AveragedWeights(model, True), {}
     for step in range(100):
-        set_schedule(opt, step, CONFIG)
         take_step(model, opt, step)
-        for p in averages if step % 8 == 0 else ():
-            averages[p].lerp_(p.detach(), min(1.0, 64 / (step + 1)))
+        averaged.update(step)
+        for name, p in model.named_parameters() if step % 8 == 0 else ():
+            old = expected.get(name, p.detach())
+            expected[name] = old.lerp(p.detach(), min(1.0, 64 / (step + 1)))
     before = copy.deepcopy(model.state_dict())
-    blends = {p: 0.4 * p.detach() + 0.6 * average for p, average in averages.items()}
-    with pytest.raises(KeyError), averaged_weights(opt, model):
-        for p, blend in blends.items():
-            torch.testing.assert_close(p.detach(), blend)
+    with pytest.raises(KeyError), averaged.blended():
+        for name, p in model.named_parameters():
+            torch.testing.assert_close(p.detach(), 0.4 * before[name] + 0.6 * expected[name])
         assert any((p - before[name]).abs().max() > 1e-3 for name, p in model.named_parameters())
         raise KeyError  # the weights come back after an error too
     assert all(torch.equal(before[name], p) for name, p in model.named_parameters())
 
 
-def test_averages_may_be_switched_on_or_off_in_a_run():
-    for was, now in ((True, True), (True, False), (False, True)):
-        model = tiny()
-        opt = muon_for(model, average_weights=was)
-        set_schedule(opt, 0, CONFIG)
-        take_step(model, opt)
-        for average in (s["average"] for s in opt.state.values() if was):
-            average.add_(1.0)  # told apart from a new one
-        saved = copy.deepcopy(checkpoint.as_saved({"optimizer": opt})["optimizer"])
-        resumed = muon_for(model, average_weights=now)
-        load_state(resumed, saved)
-        weights = [p.detach().clone() for p in model.parameters()]
-        with averaged_weights(resumed, model):
-            same = all(map(torch.equal, weights, model.parameters()))
-        assert same is not (was and now)
+def test_averages_are_resumed_and_damaged_ones_refused():
+    model = tiny()
+    saved = copy.deepcopy(AveragedWeights(model, True).state_dict())
+    for average in saved.values():
+        average += 1.0
+    model.requires_grad_(False)  # as in an evaluation
+    before = copy.deepcopy(model.state_dict())
+    for enabled, was, moved in ((True, saved, 0.6), (False, saved, 0.0), (True, None, 0.0)):
+        with AveragedWeights(model, enabled, was).blended():
+            for name, p in model.named_parameters():
+                torch.testing.assert_close(p, before[name] + moved)
+    for name, value, complaint in (
+        ("final_norm.weight", torch.ones(3), "damaged"),
+        ("final_norm.weight", None, "damaged"),
+        ("final_norm.weight", torch.full((16,), float("nan")), "not finite"),
+    ):
+        with pytest.raises(ValueError, match=f"average of {name} is {complaint}"):
+            AveragedWeights(model, True, saved | {name: value})
+
+
+def test_weights_come_back_if_the_blend_itself_fails():
+    model = tiny()
+    averaged = AveragedWeights(model, True)
+    before = copy.deepcopy(model.state_dict())
+    first, *_, last = averaged.averages
+    averaged.averages[first] += 1.0
+    averaged.averages[last] = torch.zeros(3)
+    with pytest.raises(RuntimeError), averaged.blended():
+        pass
+    assert all(map(torch.equal, before.values(), model.state_dict().values()))
 
 
 def test_the_second_targets_weight_falls_to_zero_by_mid_run_in_the_same_tensor():
@@ -467,42 +483,3 @@ def test_the_second_targets_weight_falls_to_zero_by_mid_run_in_the_same_tensor()
     with pytest.raises(ValueError, match="use --second_target=0"):
         set_second_target(nn.Linear(2, 2), 0, config)
     set_second_target(nn.Linear(2, 2), 0, config | {"eval_only": True})
-
-
-def test_averages_are_refused_where_they_would_do_nothing():
-    model = tiny()
-    opt = muon_for(model, average_weights=True)
-    model(TOKENS, TOKENS + 1).backward()
-    with pytest.raises(ValueError, match="needs a call of set_schedule"):
-        opt.step()
-    with pytest.raises(ValueError, match="train.py's own optimizers"):
-        set_schedule(torch.optim.SGD(model.parameters()), 0, CONFIG | {"average_weights": True})
-    set_schedule(opt, 0, CONFIG)
-    saved = copy.deepcopy(checkpoint.as_saved({"optimizer": opt})["optimizer"])
-    saved["state"][0]["average"][0, 0] = float("nan")
-    with pytest.raises(ValueError, match="averaged weights of parameter 0 are not finite"):
-        load_state(opt, saved)
-
-
-def test_another_optimizers_state_is_not_taken_for_averages():
-    """Its state may have any keys, and entries that belong to no parameter."""
-    model = tiny()
-    opt = torch.optim.SGD(model.parameters())
-    opt.state["count"] = 1
-    for p in model.parameters():
-        opt.state[p]["average"] = torch.zeros_like(p)
-    before = copy.deepcopy(model.state_dict())
-    with averaged_weights(opt, model):
-        assert all(map(torch.equal, before.values(), model.state_dict().values()))
-
-
-def test_weights_come_back_if_the_blend_itself_fails():
-    model = tiny()
-    opt = muon_for(model, average_weights=True)
-    before = copy.deepcopy(model.state_dict())
-    first, *_, last = opt.state.values()
-    first["average"] += 1.0
-    last["average"] = torch.zeros(3)
-    with pytest.raises(RuntimeError), averaged_weights(opt, model):
-        pass
-    assert all(map(torch.equal, before.values(), model.state_dict().values()))
