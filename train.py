@@ -71,8 +71,8 @@ weight_decay = 1e-1  # for matrices and embeddings only
 beta1 = 0.9  # AdamW's decay rate of the mean gradient
 beta2 = 0.95  # AdamW's decay rate of the mean squared gradient
 grad_clip = 1.0  # clip the gradient norm to this; 0.0: never
-average_weights = False  # evaluate, and save in best.pt, weights averaged over an eighth of the run
-second_target = 0.0  # weight of the token after next as a second target; falls to 0 halfway
+average_weights = False  # evaluate, and save in best.pt, weights blended with their average
+second_target = 0.0  # weight of the token after next, relative to the next; falls to 0 halfway
 # learning-rate schedule
 lr_schedule = "cosine"  # cosine, or wsd (warmup, stable, decay as 1 - sqrt(progress))
 decay_lr = True  # False: keep the rate constant after warmup
@@ -173,7 +173,7 @@ log.settings(config, __file__)
 def forward_backward(model: torch.nn.Module, micro_batches: Iterable) -> torch.Tensor:
     """Accumulate the gradients of `micro_batches`, which are pairs (tokens, targets) of shape
     (batch, block_size). Return their share of the iteration's mean loss (scalar)."""
-    set_second_target(raw_model, iter_num, config)  # if second_target is set
+    set_second_target(raw_model, iter_num, config)  # here, so that the trial step has it too
     loss = torch.zeros((), device=process.device)  # a tensor that no CUDA graph overwrites
     for tokens, targets in micro_batches:
         if plan.cuda_graphs:

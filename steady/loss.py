@@ -40,8 +40,8 @@ def linear_cross_entropy(
         hidden: (N, C). weight: (V, C). targets: (N,) or (B, T) int64.
         chunk_elements: logits to hold at a time; more is a little faster.
         bias: (V,) or None.
-        share: with gradients, each row's loss is (1 - share) times the cross-entropy of its target
-            plus share times that of its second target, the next one in its row.
+        share: with gradients enabled, a token's loss is (1 - share) times the cross-entropy of its
+            target plus share times that of the next target in its sequence, if there is one.
 
     Returns a scalar in float32 (float64 for float64 inputs); 0 if all targets are ignored. Matmuls
     run in autocast's dtype if it is on, and everything between them in float32.
@@ -53,7 +53,7 @@ def linear_cross_entropy(
     if chunk > 1024:  # whole matmul tiles; the last chunk may be smaller
         chunk = math.ceil(chunk / 256) * 256
     if torch.is_grad_enabled():
-        targets = targets.reshape(len(targets), -1)  # (N,) are sequences of one token
+        targets = targets.reshape(len(targets), -1)  # (N,): sequences of one token
         second = F.pad(targets[:, 1:], (0, 1), value=-1)  # the last token has none
         shares = torch.where((targets < 0) | (second < 0), 0.0, share)
         second = torch.where(shares > 0, second, targets)

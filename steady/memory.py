@@ -48,8 +48,8 @@ def batch_sizes(wanted: int, sequences: int) -> list[int]:
 def rough_gib(config: dict[str, Any], sequences: int, process: Process) -> float:
     """Rough memory of a step with a micro-batch of `sequences`, in GiB. On a GPU this rule of thumb
     for transformers is accurate to within a third: 12 n_layer n_embd^2 parameters of 16 bytes
-    (weights, gradients and AdamW's two moments; 4 bytes for evaluation; 8 more to average weights),
-    and 34 bytes per token, layer and unit of width (Korthikanti et al. 2022)."""
+    (weights, gradients and AdamW's two moments; 8 more to average weights; 4 for evaluation), and
+    34 bytes per token, layer and unit of width (Korthikanti et al. 2022)."""
     width, layers, kind = (config[k] for k in ("n_embd", "n_layer", "activation_checkpointing"))
     parameters = 12 * layers * width**2 + config["vocab_size"] * width
     shards = process.world_size if process.shards_model else 1

@@ -1,4 +1,4 @@
-"""AdamW and Muon, gradient clipping, gradients for CUDA graphs, averaged weights, and schedules.
+"""AdamW and Muon, clipping, gradients for CUDA graphs, averaged weights, schedules, second targets.
 
 Any torch optimizer can replace ours.
 """
@@ -19,9 +19,10 @@ from steady.recompute import repeated_blocks
 # initial value, final value, and warm-up steps: more than a short run has (docs/choosing.md)
 MUON_MOMENTUM = 0.85, 0.95, 1500
 MUON_ELEMENTS = 2**26  # matrix elements per batched update: limits its memory
-# Averaged weights: the average forgets the first of n iterations with a power of n (Karras et al.
-# 2023, "Analyzing and improving the training dynamics of diffusion models"), so that it reaches
-# back over a fixed share of the run. The share in the blend is that of the average.
+# Averaged weights: after n iterations the first one's weight has fallen as n^-8, so the average
+# reaches back over about the last eighth (Karras et al. 2023, "Analyzing and improving the training
+# dynamics of diffusion models"). It is updated every 8 iterations. AVERAGE_SHARE: its share in the
+# blend.
 AVERAGE_POWER, AVERAGE_INTERVAL, AVERAGE_SHARE = 8, 8, 0.6
 IGNORE_SCALE = ("mps",)  # devices whose fused AdamW ignores grad_scale and found_inf
 
@@ -295,12 +296,12 @@ class StaticGradients:
 
 class AveragedWeights:
     """A running average of the weights. Evaluated weights are a blend of it and of the current
-    ones. They are better than either, because the average removes noise of the last steps that a
-    decaying learning rate leaves.
+    ones. In long runs they are better than either, because the average removes noise that remains
+    after the learning rate has decayed.
 
-    The average is saved and resumed. Buffers and frozen parameters are not averaged. `saved` is a
-    checkpoint's; without one the average starts with the current weights. Raises UserError if it
-    does not fit the model.
+    Buffers and frozen parameters are not averaged. saved: the averages from a checkpoint, which an
+    evaluation's frozen parameters use too. Without it they start with the current weights. Raises
+    UserError if they do not fit the model.
     """
 
     @torch.no_grad()
@@ -309,10 +310,12 @@ class AveragedWeights:
         named = dict(model.named_parameters()) if enabled else {}
         self.parameters = {n: p for n, p in named.items() if p.requires_grad or n in saved}
         self.averages = {name: p.detach().clone() for name, p in self.parameters.items()}
-        for name, average in self.averages.items() if saved else ():
+        for name, average in (self.averages if saved else {}).items():
             value = saved.get(name)
             if not isinstance(value, Tensor) or value.shape != average.shape:
-                raise UserError(f"the average of {name} is damaged: use --average_weights=False")
+                raise UserError(
+                    f"the average of {name} is missing or does not fit: use --average_weights=False"
+                )
             own = local_shards([average])[0].copy_(local_rows(value, average))
             if not own.sum().isfinite():
                 raise UserError(f"the average of {name} is not finite: use --average_weights=False")
@@ -322,12 +325,15 @@ class AveragedWeights:
 
     @torch.no_grad()
     def update(self, step: int) -> None:
-        """Call after every optimizer step."""
+        """Call after every optimizer step. step: the iteration just done, from 0."""
         if self.averages and step % AVERAGE_INTERVAL == 0:
             rate = min(1.0, AVERAGE_POWER * AVERAGE_INTERVAL / (step + 1))
-            averages = local_shards(list(self.averages.values()))
-            weights = local_shards([p.data for p in self.parameters.values()])
-            torch._foreach_lerp_(averages, weights, rate)
+            torch._foreach_lerp_(*self.shards(), rate)
+
+    def shards(self) -> tuple[list[Tensor], list[Tensor]]:
+        """This process's parts of the averages and of the weights."""
+        averages = local_shards(list(self.averages.values()))
+        return averages, local_shards([p.data for p in self.parameters.values()])
 
     @contextlib.contextmanager
     def blended(self) -> Iterator[None]:
@@ -335,11 +341,10 @@ class AveragedWeights:
         if not self.averages:
             yield
             return
-        averages = local_shards(list(self.averages.values()))
-        weights = local_shards([p.data for p in self.parameters.values()])
+        averages, weights = self.shards()
         current = [weight.clone() for weight in weights]
         try:
-            reshard(self.model)  # with fsdp: gather the changed weights
+            reshard(self.model)  # with fsdp: drop gathered copies of the old weights
             torch._foreach_lerp_(weights, averages, AVERAGE_SHARE)
             yield
         finally:
@@ -441,7 +446,8 @@ def set_second_target(model: nn.Module, step: int, config: dict[str, Any]) -> No
     schedule. (As in modded-nanogpt's record of December 2025; Gloeckle et al. 2024, "Better &
     faster large language models via multi-token prediction", use a head for each token.)
 
-    Call before every step. Raises UserError if the model does not use LinearCrossEntropy.
+    Call before every step. Raises UserError if the model has no LinearCrossEntropy. One that it has
+    but does not call has no effect.
     """
     if not config["second_target"] or config["eval_only"]:
         return

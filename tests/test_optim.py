@@ -447,8 +447,8 @@ def test_averages_are_resumed_and_damaged_ones_refused():
             for name, p in model.named_parameters():
                 torch.testing.assert_close(p, before[name] + moved)
     for name, value, complaint in (
-        ("final_norm.weight", torch.ones(3), "damaged"),
-        ("final_norm.weight", None, "damaged"),
+        ("final_norm.weight", torch.ones(3), "missing or does not fit"),
+        ("final_norm.weight", None, "missing or does not fit"),
         ("final_norm.weight", torch.full((16,), float("nan")), "not finite"),
     ):
         with pytest.raises(ValueError, match=f"average of {name} is {complaint}"):
