@@ -377,10 +377,14 @@ def clip_gradients(optimizer: torch.optim.Optimizer, limit: float) -> Tensor:
     return grad_norm
 
 
+def schedule_end(config: dict[str, Any]) -> int:
+    """The step at which the schedule ends: `lr_decay_iters`, or `max_iters` if that is 0 or the
+    rate does not decay."""
+    return config["decay_lr"] and config["lr_decay_iters"] or config["max_iters"]
+
+
 def learning_rate_at(step: int, config: dict[str, Any]) -> float:
     """The learning rate at step `step`: linear warm-up, then the schedule, then `min_lr`.
-
-    The schedule ends at `lr_decay_iters`, or at `max_iters` if that is 0.
 
     cosine: half a cosine from the end of warm-up to the end (Loshchilov and Hutter 2017).
     wsd: constant, then a decay as 1 - sqrt(progress) over the last `decay_fraction` of all steps
@@ -388,7 +392,7 @@ def learning_rate_at(step: int, config: dict[str, Any]) -> float:
     durations").
     """
     peak, floor = config["learning_rate"], config["min_lr"]
-    warmup, end = config["warmup_iters"], config["lr_decay_iters"] or config["max_iters"]
+    warmup, end = config["warmup_iters"], schedule_end(config)
     if step < warmup:
         return peak * (step + 1) / (warmup + 1)
     if not config["decay_lr"]:
@@ -408,7 +412,7 @@ def schedule_note(config: dict[str, Any]) -> str | None:
     """A one-line note if the schedule does not fit the run: the learning rate never reaches its
     peak, never reaches min_lr, or reaches it before the run ends. None if it fits."""
     peak, warmup, iterations = (config[k] for k in ("learning_rate", "warmup_iters", "max_iters"))
-    end = config["decay_lr"] and config["lr_decay_iters"] or iterations
+    end = schedule_end(config)
     if not iterations or peak in (0, config["min_lr"]) or warmup < end == iterations:
         return None
     last = learning_rate_at(iterations - 1, config)
@@ -425,7 +429,7 @@ def decay_start(config: dict[str, Any]) -> int | None:
     None for schedules that decay all the time, or never."""
     if config["lr_schedule"] != "wsd" or not config["decay_lr"]:
         return None
-    end = config["lr_decay_iters"] or config["max_iters"]
+    end = schedule_end(config)
     return max(config["warmup_iters"], end - round(config["decay_fraction"] * end))
 
 
@@ -457,8 +461,8 @@ def set_second_target(model: nn.Module, step: int, config: dict[str, Any]) -> No
             "second_target works through model.py's self.cross_entropy, which this model does not "
             "have: use --second_target=0"
         )
-    end = max(1, config["decay_lr"] and config["lr_decay_iters"] or config["max_iters"])
-    weight = config["second_target"] * max(0.0, 1.0 - 2.0 * step / end)
+    progress = step / max(1, schedule_end(config))
+    weight = config["second_target"] * max(0.0, 1.0 - 2.0 * progress)
     for layer in layers:
         if not isinstance(layer.share, Tensor):
             layer.share = torch.zeros((), device=next(model.parameters()).device)
