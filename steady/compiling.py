@@ -6,6 +6,7 @@ import platform
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch._functorch.config as functorch_config
@@ -122,14 +123,16 @@ def compile_model(
     torch._dynamo.config.recompile_limit = limit = 16 + 2 * len(parts)
     torch._dynamo.config.accumulated_recompile_limit = 16 * limit
     torch._dynamo.config.automatic_dynamic_shapes = False  # until `allow_dynamic`
+    options: dict[str, Any] = {"mode": plan.mode}
     if sharded:  # recompute the cheapest operations; in FP8 the host is too slow to launch them
         in_float8 = any(isinstance(module, Float8Linear) for module in model.modules())
         recompute = checkpointing == "none" and not in_float8
         functorch_config.activation_memory_budget = 0.9 if recompute else 1.0
+        if in_float8 and plan.mode == "default" and cpp_wrapper_works(parts[0]):
+            options = {"options": {"cpp_wrapper": True}}
     from torch._dynamo.external_utils import wrap_inline  # takes seconds to import
 
     torch._inductor.config.post_grad_custom_post_pass = float32_gradients()
-    options = {"mode": plan.mode}
     if plan.cuda_graphs or not parts:
         return torch.compile(model, **options)
     for part in parts:
@@ -139,6 +142,18 @@ def compile_model(
             # without wrap_inline torch does not compile its own layers, such as nn.Embedding
             part._compiled_call_impl = torch.compile(wrap_inline(part._call_impl), **options)
     return model
+
+
+def cpp_wrapper_works(module: nn.Module) -> bool:
+    """Whether compiled code can launch its kernels from C++ instead of Python, which takes the host
+    less time: with fsdp, FP8 at 1.5B is a quarter faster on four GPUs. It needs CUDA's headers,
+    which pip's packages may lack. (Compiling a function is the only way to find out.)"""
+    x = torch.ones(16, device=next(module.parameters()).device)
+    try:
+        torch.compile(torch.neg, options={"cpp_wrapper": True})(x)
+    except Exception:
+        return False
+    return True
 
 
 def float32_gradients() -> Callable[[torch.fx.Graph], None]:
