@@ -117,10 +117,11 @@ with_compiler = compiling.plan(True, "default", CPU)
 compiling.compile_model(compiled, with_compiler)
 fused = [build_optimizer(model, config) for model in (ours, plain, compiled)]
 chosen = hardware.choose_dtype("auto", CPU, WIDTH)
+autocast = torch.autocast("cpu", chosen, enabled=chosen != torch.float32)
 variants = {  # name: arguments of set_up() and step()
     "plain": (None, plain, own_adamw, False),
     "plain, fused AdamW": (None, plain, fused[1], False),
-    "ours": (chosen, ours, fused[0], True, hardware.autocast(CPU, chosen)),
+    "ours": (chosen, ours, fused[0], True, autocast),
 }
 if with_compiler.compiled:
     variants["ours, compiled"] = (chosen, compiled, fused[2], *variants["ours"][3:])

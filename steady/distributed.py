@@ -29,7 +29,7 @@ from torch.distributed.rendezvous import rendezvous
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from steady import UserError
-from steady.hardware import autocast, choose_device, choose_dtype
+from steady.hardware import choose_device, choose_dtype
 from steady.recompute import repeated_blocks
 
 NAMES = ("out_dir", "wandb_project", "wandb_run_name")  # settings that do not affect training
@@ -72,7 +72,7 @@ class Process(NamedTuple):
 
     def autocast(self) -> contextlib.AbstractContextManager:
         """The context for forward passes."""
-        return autocast(self.device, self.dtype)
+        return torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32)
 
 
 SINGLE_PROCESS = Process()

@@ -118,13 +118,6 @@ def processor() -> str:
     return path.read_text(encoding="utf-8") if path.exists() else ""
 
 
-def autocast(device: torch.device, dtype: torch.dtype) -> contextlib.AbstractContextManager:
-    """The context for forward passes."""
-    if dtype == torch.float32:
-        return contextlib.nullcontext()
-    return torch.autocast(device.type, dtype)
-
-
 def peak_flops(device: torch.device, dtype: torch.dtype, devices: int = 1) -> float | None:
     """The peak FLOP/s of several devices together, for matmuls in `dtype`; None if unknown."""
     if device.type != "cuda" or dtype == torch.float32:

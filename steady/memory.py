@@ -109,8 +109,7 @@ def fit(
     sizes = [size for size in every_size if rough_gib(config, size, process) <= limit]
     if on_gpu and not sizes:
         sizes = every_size[-1:]
-    if process.shards_model:
-        sizes = sizes[:1]
+    sizes = sizes[:1] if process.shards_model else sizes
 
     def flags(size: int) -> str:
         """The flags for the same global batch, and evaluations that are at least as large."""
@@ -152,7 +151,10 @@ def fit(
         lines.append(f"memory {peak:.2f} of {available_gib:.2f} GiB in a trial step")
     else:  # this device does not report its peak
         peak = rough_gib(config, size, process)
-    keep_unsharded_if_it_fits(model, peak, margin * available_gib, process)
+    if process.shards_model:  # if there is ample memory, keep gathered weights
+        weights = sum(p.numel() for p in model.parameters()) * process.dtype.itemsize / 2**30
+        if distributed.all_reduce_min(margin * available_gib - peak - weights) > 0:
+            distributed.keep_unsharded(model)
     compiling.allow_dynamic(plan)
     gc.collect()
     gc.freeze()  # later collections skip the set-up's objects: scanning them stalls a step
@@ -181,18 +183,6 @@ def is_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, RuntimeError):  # torch.OutOfMemoryError is one; libraries raise their own
         return bool(re.search(OUT_OF_MEMORY_WORDS, str(error)))
     return isinstance(error, MemoryError)
-
-
-def keep_unsharded_if_it_fits(
-    model: nn.Module, peak_gib: float, safe_gib: float, process: Process
-) -> None:
-    """With fsdp, keep the gathered weights from forward to backward if there is ample memory: this
-    saves a third of the communication."""
-    if not process.shards_model:
-        return
-    weights = sum(p.numel() for p in model.parameters()) * process.dtype.itemsize / 2**30
-    if distributed.all_reduce_min(safe_gib - peak_gib - weights) > 0:
-        distributed.keep_unsharded(model)
 
 
 def release() -> None:
