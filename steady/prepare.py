@@ -58,7 +58,6 @@ from steady.tokenizer import (
     load_tokenizer,
     read_json,
     train_bpe,
-    write_hf_tokenizer,
 )
 
 SPLITS = ("train", "val")
@@ -344,8 +343,6 @@ def complete(folder: Path, tokenizer: Tokenizer, done: dict[str, Any]) -> None:
     """Make a data set of token files that are on disk. Only now do its files appear."""
     remove_temporary(folder, FILES)
     paths, tokens = {split: folder / SHARDS / f"{split}.bin" for split in SPLITS}, done["tokens"]
-    kept = folder_tokenizer(folder)
-    stale = kept is not None and kept != tokenizer.meta().get("json")
     dtype = token_dtype(tokenizer)
     replaced = ", replacing an earlier data set" if (folder / "train.bin").exists() else ""
     ends = (tokenizer.begin_of_text is not None) + (tokenizer.end_of_text is not None)
@@ -368,14 +365,10 @@ def complete(folder: Path, tokenizer: Tokenizer, done: dict[str, Any]) -> None:
         # the loss in nats of the best model that only knows token frequencies
         "unigram_entropy": float(-(probabilities * np.log(probabilities)).sum()),
     }
-    if isinstance(tokenizer, HFTokenizer) and tokenizer.trained:
-        meta["trained"] = True
     with atomic_write(folder / "meta.json") as file:
         file.write(json.dumps(meta, indent=1).encode() + b"\n")
     for path in paths.values():
         replace_file(path, folder / path.name)
-    for name in ("tokenizer.json", "tokenizer_config.json") if stale else ():
-        (folder / name).unlink(missing_ok=True)
     for split in SPLITS:
         print(f"{folder / split}.bin: {tokens[split]:,} tokens{replaced}")
     unknown = tokenizer.unknown() if isinstance(tokenizer, HFTokenizer) else None
@@ -441,16 +434,6 @@ def refuse_foreign_files(folder: Path) -> None:
             check_meta(meta, str(path))
             return
     raise UserError(f"{path} exists and belongs to no data set: move it, or use another --out")
-
-
-def folder_tokenizer(folder: Path) -> str | None:
-    """meta.json's copy of the tokenizer.json that bpe:SIZE has written to `folder`, else None."""
-    with contextlib.suppress(ValueError, TypeError, RecursionError):
-        meta = read_json(folder / "meta.json")
-        text = meta.get("trained") and meta.get("json")
-        if text and json.loads(text) == read_json(folder / "tokenizer.json"):
-            return text
-    return None
 
 
 def split_text(text: str, val_fraction: float = 0.1) -> dict[str, list[str]]:
@@ -588,7 +571,7 @@ def prepare_from_files(
         chosen = tokenizer_named(tokenizer, special_tokens)
     elif tokenizer.startswith("bpe:"):
         every = math.ceil(sum(sizes) / BPE_BYTES)
-        chosen = train_own_bpe(folder, tokenizer, itertools.islice(
+        chosen = train_own_bpe(tokenizer, itertools.islice(
             texts("reading text for the tokenizer"), 0, None, max(1, every)))  # fmt: skip
     else:
         seen = np.zeros(sys.maxunicode + 1, dtype=bool)
@@ -604,8 +587,6 @@ def prepare_from_files(
     size = sum(sizes) * 2 if tokenizer in ("char", "byte") else sum(sizes) // 2
     write_tokens(folder, chosen, source, lambda i: read(i, chosen), len(paths), size, num_proc,
                  skip_bad_rows, unit="B", total=sum(sizes))  # fmt: skip
-    if tokenizer.startswith("bpe:"):
-        write_hf_tokenizer(chosen.meta(), folder)
     say_how_to_train(folder, chosen, tokenizer)
 
 
@@ -634,15 +615,12 @@ def run_named(name: str) -> tuple[Path, dict[str, Any], int]:
     return file, content["tokenizer"], content["model_config"]["block_size"]
 
 
-def train_own_bpe(folder: Path, name: str, texts: Iterable[str]) -> Tokenizer:
+def train_own_bpe(name: str, texts: Iterable[str]) -> Tokenizer:
     """Train a BPE of the size in `bpe:SIZE`. The same texts give the same BPE, so an interrupted
     run can train it again."""
     size = name.partition(":")[2]
     if not size.isdecimal():
         raise UserError(f"unknown tokenizer={name!r}: give the vocabulary size, as in bpe:8192")
-    for path in (folder / "tokenizer.json", folder / "tokenizer_config.json"):
-        if os.path.lexists(path) and not folder_tokenizer(folder):
-            raise UserError(f"{path} is not part of a data set: move it, or use another --out")
     trained = train_bpe((text[i : i + PIECE] for text in texts for i in range(0, len(text), PIECE)),
                         int(size))  # fmt: skip
     if trained.vocab_size < int(size):

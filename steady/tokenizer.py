@@ -32,12 +32,12 @@ class Tokenizer(Protocol):
     def encode(self, text: str) -> list[int]: ...
     def decode(self, ids: list[int]) -> str: ...
     def meta(self) -> dict[str, Any]: ...
-    def seam(self, window: str) -> int | None:
-        """An index near the middle of `window` where the text can be cut without changing its ids;
-        None if there is none."""
 
 
+GPT2_FILES = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main"
 PIECE = 2**18  # characters of a long text to tokenize at a time
+BORDER = re.compile(r"(?<=\S)[ \n]|(?<=[。！？])(?=[^\W_])")  # hardly any token crosses these
+ANYWHERE = re.compile("")  # for characters and bytes
 WINDOW = 2**11  # characters to look at on each side of a cut
 
 
@@ -49,6 +49,7 @@ def cut_text(
 
     before, after: at least WINDOW characters of the text around it, if it is part of a longer one.
     """
+    border = ANYWHERE if hasattr(tokenizer, "encode_array") else BORDER
     text, start, length = "", 0, PIECE  # text[start:] is left, and a cut is due after `length`
     for chunk in chunks:
         if start:
@@ -56,11 +57,11 @@ def cut_text(
         text += chunk  # in place: linear time if no chunk can be cut
         while len(text) >= start + length + WINDOW:
             middle = start + length
-            cut = tokenizer.seam(text[middle - WINDOW : middle + WINDOW])
-            if cut is None:  # a long word, for example: look for a place after it
+            found = border.search(text, middle, middle + WINDOW)
+            if found is None:  # a long word, for example: look for a place after it
                 length += WINDOW
                 continue
-            cut += middle - WINDOW
+            cut = found.start()
             yield before, text[start:cut], text[cut : cut + WINDOW]
             before, start, length = text[cut - WINDOW : cut], cut, PIECE
     yield before, text[start:], after
@@ -128,9 +129,6 @@ class CharTokenizer:
         ends = {} if self.end_of_text is None else {"end_of_text": self.end_of_text}
         return {"tokenizer": "char", "alphabet": self.alphabet} | ends
 
-    def seam(self, window: str) -> int | None:
-        return len(window) // 2
-
 
 class ByteTokenizer:
     """One token per UTF-8 byte, plus an end-of-text token. It can encode every character."""
@@ -152,9 +150,6 @@ class ByteTokenizer:
     def meta(self) -> dict[str, Any]:
         return {"tokenizer": "byte"}
 
-    def seam(self, window: str) -> int | None:
-        return len(window) // 2
-
 
 class GPT2Tokenizer:
     """GPT-2's byte-pair encoding, through tiktoken.
@@ -166,8 +161,6 @@ class GPT2Tokenizer:
     end_of_text = 50256
     stop_tokens = [50256]
     vocab_size = 50257
-    # a space or line feed after a character that is not whitespace: no word of GPT-2's crosses it
-    border = re.compile(r"(?<=\S)[ \n]")
 
     def __init__(self, special_tokens: bool = False):
         self.special_tokens = special_tokens
@@ -205,10 +198,6 @@ class GPT2Tokenizer:
     def meta(self) -> dict[str, Any]:
         return {"tokenizer": "gpt2"} | ({"special_tokens": True} if self.special_tokens else {})
 
-    def seam(self, window: str) -> int | None:
-        found = self.border.search(window, len(window) // 2)
-        return found and found.start()
-
 
 class HFTokenizer:
     """Any tokenizer in the format of Hugging Face's tokenizer.json, through `tokenizers`.
@@ -216,8 +205,6 @@ class HFTokenizer:
     content: the text of that file. begin_of_text, end_of_text: ids or None. stop_tokens: more ids
     that end a sample. special_tokens: encode special tokens in a text as tokens, not characters.
     """
-
-    trained = False  # by train_bpe, on the data set's own texts
 
     def __init__(
         self,
@@ -270,17 +257,12 @@ class HFTokenizer:
     def encode_between(self, before: str, text: str, after: str) -> list[int]:
         if not before and not after:
             return self.encode(text)
-        ids, starts, _ = self.encode_with_offsets(before + text + after)
+        encoding = self.encoding_of(self.for_text, before + text + after)
+        ids, starts = encoding.ids, [start for start, _ in encoding.offsets]
         begin, end = len(before), len(before) + len(text)
         first = sum(start < begin for start in starts) if before else 0
         last = sum(start < end for start in starts) if after else len(ids)
         return ids[first:last]
-
-    def encode_with_offsets(self, text: str) -> tuple[list[int], list[int], list[int]]:
-        """The ids, and the start and stop of each one's characters."""
-        encoding = self.encoding_of(self.for_text, text)
-        starts, stops = zip(*encoding.offsets, strict=True) if encoding.ids else ((), ())
-        return encoding.ids, list(starts), list(stops)
 
     def encode_prompt(self, text: str) -> list[int]:
         """Like `encode`, but encodes special tokens in the text as tokens."""
@@ -323,25 +305,6 @@ class HFTokenizer:
             "tokenizer": "hf", "json": self.content, "end_of_text": self.end_of_text,
             "begin_of_text": self.begin_of_text, "stop_tokens": self.stop_tokens,
         } | ({"special_tokens": True} if self.special_tokens else {})  # fmt: skip
-
-    def seam(self, window: str) -> int | None:
-        """Tokenize the window without its end, and again without its start, and cut where both
-        agree on eight tokens on each side."""
-        # shift is 1021, a prime, so that runs of equal tokens differ
-        half, shift = len(window) // 2, len(window) // 4 - 3
-        left = list(zip(*self.encode_with_offsets(window[:-shift]), strict=True))
-        right = [
-            (id, start + shift, stop + shift)
-            for id, start, stop in zip(*self.encode_with_offsets(window[shift:]), strict=True)
-        ]
-        places = {token: j for j, token in enumerate(right)}
-        for i, token in enumerate(left):
-            j = places.get(token, -1)
-            if token[1] < half or i < 8 or j < 8 or left[i - 8 : i + 8] != right[j - 8 : j + 8]:
-                continue
-            if len(left[i - 8 : i + 8]) == 16 and left[i - 1][1] < token[1] >= left[i - 1][2]:
-                return token[1]
-        return None
 
 
 def make_plain(tokenizer: Any) -> None:
@@ -433,10 +396,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> HFTokenizer:
         show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer)
-    # as in the data set's tokenizer.json, so that hf:FOLDER gives the same tokenizer
-    trained = HFTokenizer(tokenizer.to_str(pretty=True), end_of_text=0)
-    trained.trained = True
-    return trained
+    return HFTokenizer(tokenizer.to_str(), end_of_text=0)
 
 
 # the keys of meta.json that checkpoints keep
@@ -596,20 +556,21 @@ def write_hf_tokenizer(
         written.decoder = decoders.Fuse()
         if end is not None:
             written.add_special_tokens(["<|endoftext|>"])
-    else:  # GPT-2's format writes bytes as printable characters
-        printable = byte_characters()
-        if isinstance(tokenizer, GPT2Tokenizer):
-            ranks = tokenizer.encoding._mergeable_ranks
-        else:
-            ranks = {bytes([i]): i for i in range(256)}
-        spelled = {token: "".join(printable[b] for b in token) for token in ranks}
-        vocab = {spelled[token]: rank for token, rank in ranks.items()}
-        merges = [tuple(spelled[part] for part in pair) for pair in byte_pairs(ranks)]
-        written = tokenizers.Tokenizer(models.BPE(vocab, merges))
-        written.pre_tokenizer = pre_tokenizers.ByteLevel(
-            add_prefix_space=False, use_regex=bool(merges)
+    elif isinstance(tokenizer, GPT2Tokenizer):
+        from tiktoken.load import read_file_cached
+
+        vocab, merges = (
+            read_file_cached(f"{GPT2_FILES}/{n}") for n in ("encoder.json", "vocab.bpe")
         )
+        pairs = [tuple(line.split()) for line in merges.decode().splitlines()[1:]]
+        written = tokenizers.Tokenizer(models.BPE(json.loads(vocab), pairs))
+        written.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
         written.decoder = decoders.ByteLevel()
+        written.add_special_tokens(["<|endoftext|>"])
+    else:
+        vocab = {f"<0x{i:02X}>": i for i in range(256)}
+        written = tokenizers.Tokenizer(models.BPE(vocab, [], byte_fallback=True))
+        written.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
         written.add_special_tokens(["<|endoftext|>"])
     settings = {k: v for k, v in pretrained_files.get("tokenizer_config", {}).items()
                 if k not in ("auto_map", "backend", "is_local", "processor_class")}  # fmt: skip
@@ -663,28 +624,6 @@ def prepending(content: str, begin: int) -> str:
     return json.dumps(tokenizer)
 
 
-def byte_characters() -> list[str]:
-    """The printable character for each byte in GPT-2's vocabulary: the byte itself if it is
-    printable, else the next unused character from U+0100 on."""
-    shown = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    hidden = [byte for byte in range(256) if byte not in shown]
-    return [chr(byte) if byte in shown else chr(256 + hidden.index(byte)) for byte in range(256)]
-
-
-def byte_pairs(ranks: dict[bytes, int]) -> list[tuple[bytes, bytes]]:
-    """The merges of the tokens: each token's last pair after all earlier merges."""
-    pairs = []
-    for token, rank in sorted(ranks.items(), key=lambda item: item[1]):
-        parts = [token[i : i + 1] for i in range(len(token))]
-        while len(parts) > 2:
-            joined = [ranks.get(a + b, rank) for a, b in zip(parts, parts[1:], strict=False)]
-            i = joined.index(min(joined))
-            parts[i : i + 2] = [parts[i] + parts[i + 1]]
-        if len(parts) == 2:
-            pairs.append((parts[0], parts[1]))
-    return pairs
-
-
 def load_tokenizer(name: str, special_tokens: bool = False) -> Tokenizer:
     """The tokenizer for a prepare script's --tokenizer: gpt2, byte, or hf:PATH_OR_HUB_ID.
 
@@ -695,13 +634,14 @@ def load_tokenizer(name: str, special_tokens: bool = False) -> Tokenizer:
         if Path(source).name == "tokenizer.json" and Path(source).is_file():
             source = str(Path(source).parent)
         folder = find_folder(source, ["*.json", "tokenizer.model"])
-        meta = hf_tokenizer_meta(folder)
-        if not meta:
+        meta = hf_tokenizer_meta(folder) or read_json(folder / "meta.json")  # or a data set's
+        if not meta.get("json"):
             raise UserError(
                 f"{source} has no tokenizer.json: convert an older format with pip install "
                 "transformers sentencepiece, and python -c 'from transformers import AutoTokenizer "
                 f'as A; A.from_pretrained("{folder}").save_pretrained("{folder}")\''
             )
+        check_meta(meta, source)
         if meta["end_of_text"] is None:
             print(
                 f"warning: no file of {source} has an end-of-text token: documents will not be "

@@ -887,26 +887,16 @@ def test_f68_a_runs_own_tokenizer_prepares_more_text(run, tmp_path, tokenizer):
     assert "finished" in train("more", "b", f"--init_from={tmp_path / 'out'}")
 
 
-def test_f68_a_data_folder_has_no_tokenizer_of_an_earlier_data_set(run, tmp_path):
-    (tmp_path / "a.txt").write_text("some text here\n" * 200)
-    prepare = ("data/text/prepare.py", f"--input={tmp_path / 'a.txt'}", f"--out={tmp_path / 'a'}")
-    for tokenizer, there in (("bpe:300", True), ("byte", False), ("bpe:290", True)):
-        run(*prepare, f"--tokenizer={tokenizer}")
-        assert (tmp_path / "a" / "tokenizer.json").exists() is there
-
-
 def test_f83_a_tokenizer_of_the_users_own_stays_in_the_data_folder(tmp_path):
     path = rows_file(tmp_path / "a.jsonl", STORIES)
     for file in ("tokenizer.json", "tokenizer_config.json"):
         (tmp_path / "out").mkdir(exist_ok=True)
         (tmp_path / "out" / file).write_text(byte_level(["</s>"]).to_str())
     content = (tmp_path / "out" / "tokenizer.json").read_text()
-    for tokenizer in (f"hf:{tmp_path / 'out'}", "byte"):
+    for tokenizer in (f"hf:{tmp_path / 'out'}", "byte", "bpe:300"):
         prepare_from_files(tmp_path / "out", tokenizer, [path])
         assert (tmp_path / "out" / "tokenizer.json").read_text() == content
         assert (tmp_path / "out" / "tokenizer_config.json").exists()
-    with pytest.raises(ValueError, match="tokenizer.json is not part of a data set: move it"):
-        prepare_from_files(tmp_path / "out", "bpe:300", [path])
 
 
 def test_f68_an_export_of_an_alphabet_without_english_letters_is_finetuned(tmp_path):
@@ -1171,14 +1161,9 @@ def test_f83_other_peoples_token_files_and_tokenizers_stay(run, tmp_path):
     model.mkdir()
     byte_level(["</s>"]).save(str(model / "tokenizer.json"))
     before = (model / "tokenizer.json").read_bytes()
-    run(*arguments, f"--tokenizer=hf:{model}", f"--out={model}")
-    (model / "tokenizer.json").write_bytes(before + b" ")  # the user edits the file
-    (model / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
-    meta = json.loads((model / "meta.json").read_text())
-    (model / "meta.json").write_text(json.dumps(meta | {"json": "{}" + " " * 9999}))
-    with pytest.raises(ValueError, match="tokenizer.json is not part of a data set"):
-        run(*arguments, "--tokenizer=bpe:300", f"--out={model}")
-    assert (model / "tokenizer.json").read_bytes() == before + b" "
+    for tokenizer in (f"hf:{model}", "bpe:300"):
+        run(*arguments, f"--tokenizer={tokenizer}", f"--out={model}")
+        assert (model / "tokenizer.json").read_bytes() == before
 
 
 # ---- F80: killed preparations -----------------------------------------------------------------
@@ -1301,9 +1286,13 @@ def test_a_bpe_of_ones_own_is_the_same_tokenizer_by_its_folder(tmp_path):
     path = rows_file(tmp_path / "a.jsonl", [f"text {i}" for i in range(300)])
     prepare_from_files(tmp_path / "own", "bpe:300", [path])
     prepare_from_files(tmp_path / "other", f"hf:{tmp_path / 'own'}", [path])
-    assert read_meta(tmp_path / "own") == read_meta(tmp_path / "other") | {"trained": True}
+    meta = read_meta(tmp_path / "own")
+    assert meta == read_meta(tmp_path / "other") and meta["vocab_size"] == 300
     prepare_from_files(tmp_path / "own", f"hf:{tmp_path / 'own'}", [path])
-    assert (tmp_path / "own" / "tokenizer.json").exists()
+    assert read_meta(tmp_path / "own") == meta
+    (tmp_path / "own" / "meta.json").write_text(json.dumps(meta | {"end_of_text": "x"}))
+    with pytest.raises(ValueError, match="own"):
+        prepare_from_files(tmp_path / "other", f"hf:{tmp_path / 'own'}", [path])
 
 
 def test_f67_bytes_that_continue_no_character_are_refused_at_once(tmp_path):
@@ -1368,14 +1357,6 @@ def another_out(folder, prepare, train):
     prepare["--out"] = str(folder / "other")
 
 
-def a_folder_of_its_own(folder, prepare, train):
-    (folder / "out").mkdir()
-    (folder / "out" / "tokenizer.json").write_text("{}")
-    prepare["--tokenizer"] = "bpe:300"
-    yield "tokenizer.json is not part of a data set: move it, or use another --out"
-    (folder / "out" / "tokenizer.json").rename(folder / "moved")
-
-
 def little_text(folder, prepare, train):
     (folder / "a.jsonl").write_text('{"text": "some words and lines"}\n' * 3)
     prepare["--input"] = str(folder / "a.jsonl")
@@ -1429,8 +1410,8 @@ def another_encoding(folder, prepare, train):
 
 
 @pytest.mark.parametrize("case", [
-    foreign_files, another_out, a_folder_of_its_own, little_text,
-    an_unknown_tokenizer, a_small_bpe, a_wrong_suffix, semicolons, another_column, another_encoding,
+    foreign_files, another_out, little_text, an_unknown_tokenizer, a_small_bpe,
+    a_wrong_suffix, semicolons, another_column, another_encoding,
 ], ids=lambda case: case.__name__)  # fmt: skip
 def test_f68_doing_what_prepare_says_works(run, tmp_path, case):
     (tmp_path / "a.txt").write_text(words(200))
