@@ -31,7 +31,7 @@ from steady import UserError, checkpoint
 from steady.checkpoint import Start
 from steady.dataloader import DataSet
 from steady.folder import atomic_write, require_file
-from steady.generate import same_logits
+from steady.generate import probe_tokens, same_logits
 from steady.hardware import choose_dtype
 from steady.tokenizer import (
     TEMPLATES,
@@ -210,7 +210,8 @@ def read_pretrained(source: str) -> Pretrained:
         )
     with torch.device("meta"):
         expected = GPT(GPTConfig(**model_config))
-    checkpoint.check_weights(weights, expected, f"{folder} does not fit its config.json in")
+    complaint = f"{folder} does not fit its config.json in"
+    checkpoint.check_weights(weights, expected.state_dict(), complaint)
     names = ("generation_config", "tokenizer_config", "special_tokens_map")
     metadata = {name: read_json(folder / f"{name}.json") for name in names}
     theirs = read_json(folder / "config.json")
@@ -285,12 +286,12 @@ def holds_another_model(folder: Path) -> bool:
 
 
 @torch.no_grad()
-def require_llama(model: GPT, path: Path) -> None:
+def require_llama(model: GPT, vocab_size: int, path: Path) -> None:
     """Raises UserError if an edited `model` computes something other than transformers' Llama or
     Qwen3 would with the same weights."""
     config = model.config
     T = min(config.block_size, 256)
-    tokens = torch.arange(T) * 7919 % config.vocab_size  # (T,)
+    tokens = probe_tokens(T, min(vocab_size, config.vocab_size))  # (T,)
     found = model.eval()(tokens[None])[0]  # (T, V)
     try:
         same = same_logits(llama_logits(model.state_dict(), config, tokens), found, 1e-3)
@@ -403,7 +404,8 @@ def write_pretrained(saved: dict[str, Any], folder: Path, dtype: torch.dtype) ->
         try:
             save_file(weights, part, metadata={"format": "pt"} | WRITER)
         except Exception as error:
-            raise UserError(f"cannot write the weights to {folder}: {error}") from None
+            reason = " ".join(str(error).split())
+            raise UserError(f"cannot write the weights to {folder}: {reason}") from None
         for name, content in (("config", theirs), ("generation_config", generation)):
             with atomic_write(folder / f"{name}.json") as file:
                 file.write(json.dumps(content, indent=2).encode() + b"\n")
@@ -434,8 +436,8 @@ if __name__ == "__main__":
         raise UserError(f"--to={to} is the run's own folder: name another")
     path = checkpoint.find(Path(out_dir), ckpt)
     saved = checkpoint.load(path)
-    require_llama(checkpoint.build(GPT, GPTConfig, saved, path), path)
-    checkpoint.tokenizer_of(saved, path)
+    tokenizer = checkpoint.tokenizer_of(saved, path)
+    require_llama(checkpoint.build(GPT, GPTConfig, saved, path), tokenizer.vocab_size, path)
     if dtype == "auto":
         dtype = (saved.get("pretrained") or {}).get("dtype", "float32")
     write_pretrained(saved, Path(to), choose_dtype(dtype, torch.device("cpu")))

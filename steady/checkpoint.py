@@ -8,6 +8,7 @@ tokenizer of the lowest validation loss.
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import math
 import os
@@ -25,10 +26,11 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_map, tree_map_only
 
 from model import GPTConfig
 from steady import UserError, distributed
@@ -58,16 +60,36 @@ EVERYTHING = WEIGHTS_ONLY | {  # the keys of ckpt.pt and their types
     "config": dict, "optimizer": dict, "scaler": dict, "sequences": int,
     "data_ids": dict, "average": dict,
 }  # fmt: skip
+MODEL = "model.py and its model_config"
 
 
 def as_saved(content: dict[str, Any]) -> dict[str, Any]:
-    """Replace the models, optimizers and scalers in `content` with their state dicts."""
+    """Replace the models, optimizers and scalers in `content` with their state dicts, and NumPy's
+    numbers with Python's."""
     saved = {}
     for key, value in content.items():
         saved[key] = dict(value.state_dict()) if hasattr(value, "state_dict") else value
         if key == "optimizer" and hasattr(value, "state_dict"):
             saved[key] = {"kind": optimizer_name(value)} | saved[key]
-    return saved
+    return tree_map_only(np.generic, lambda number: number.item(), saved)
+
+
+def require_plain(content: dict[str, Any], path: Path) -> None:
+    """Raises UserError that names an entry that can be saved, but not be loaded again: `load`
+    accepts tensors and plain values only, because anything else could run code."""
+    for key, value in as_saved(content).items():
+        file = io.BytesIO()
+        try:
+            torch.save(tree_map(lambda v: None if isinstance(v, Tensor) else v, value), file)
+            file.seek(0)
+            torch.load(file, weights_only=True)
+        except Exception as error:
+            found = re.search(r"GLOBAL (\S+)", str(error))
+            kind = found[1] if found else f"something else ({error})"
+            raise UserError(
+                f"{path} cannot hold {key!r}, because it has {kind}: save only tensors, numbers, "
+                "strings, lists, tuples and dicts (of a module or optimizer: its state_dict())"
+            ) from None
 
 
 def save(
@@ -91,6 +113,7 @@ def save(
 
     Raises UserError for weights that are not finite, so that they never replace good ones.
     """
+    require_plain(content, path)
     names = parameter_names(content.get("model"))
     content = {"format": FORMAT, "launch": distributed.launch_id()} | as_saved(content)
     if not process.shards_model:
@@ -484,8 +507,8 @@ def build(
     """
     config = architecture(saved, kind, path)
     with contextlib.suppress(RuntimeError, NotImplementedError), torch.device("meta"):
-        expected = model(config)  # fails if an edited model calls .item()
-        check_weights(saved["model"], expected, f"{path} does not fit its own model_config in")
+        expected = model(config).state_dict()  # fails if an edited model calls .item()
+        check_weights(saved["model"], expected, f"{path} does not fit {MODEL} in")
     built = model(config)
     load_weights(built, saved["model"], path)
     return built
@@ -546,10 +569,9 @@ def tensors_in(content: Any) -> list[Tensor]:
     return found
 
 
-def check_weights(weights: dict[str, Tensor], model: nn.Module, complaint: str) -> None:
-    """Raises UserError if `weights` do not match `model`. The message begins with `complaint` and
-    lists the tensors that differ."""
-    expected = model.state_dict()
+def check_weights(weights: dict[str, Tensor], expected: dict[str, Tensor], complaint: str) -> None:
+    """Raises UserError if `weights` do not match the state dict `expected`. The message begins with
+    `complaint` and lists the tensors that differ."""
     differing = sorted(map(str, weights.keys() ^ expected.keys())) or [
         name for name, tensor in weights.items() if described(tensor) != described(expected[name])
     ]
@@ -579,18 +601,23 @@ def check_finite(
 
 
 @torch.no_grad()
-def load_weights(model: nn.Module, weights: dict[str, Tensor], path: Path) -> None:
+def load_weights(
+    model: nn.Module, weights: dict[str, Tensor], path: Path, strict: bool = True
+) -> None:
     """Load the weights from `path` into `model`, with fsdp only this process's part. Raises
-    UserError if they are another model's or not finite."""
-    check_weights(weights, model, f"{path} does not fit its own model_config in")
+    UserError if they are another model's or not finite. strict: False keeps the initial values of
+    tensors that the file lacks."""
     own, state = {}, model.state_dict()
+    if not strict:
+        state = {name: value for name, value in state.items() if name in weights}
+    check_weights(weights, state, f"{path} does not fit {MODEL} in")
     extra = "_extra_state"  # torch's key for the result of a module's get_extra_state
     tensors = {name: value for name, value in state.items() if not name.endswith(extra)}
     model.load_state_dict({n: weights[n] for n in state.keys() - tensors.keys()}, strict=False)
     for name, tensor in tensors.items():
         own[name] = distributed.local_shards([tensor])[0]
         own[name].copy_(distributed.local_rows(weights[name], tensor))
-    check_finite({name: own[name] for name in parameter_names(model)}, path)
+    check_finite({name: own[name] for name in parameter_names(model) if name in own}, path)
 
 
 def find(out_dir: Path, name: str = "") -> Path:
@@ -614,10 +641,11 @@ class Start(NamedTuple):
     source: Path = Path()  # where all this comes from, for messages
     average: dict[str, Tensor] | None = None  # averaged weights
 
-    def load_weights(self, model: nn.Module) -> None:
-        """Load the weights into `model`, if there are any; raises UserError if they do not fit."""
+    def load_weights(self, model: nn.Module, strict: bool = True) -> None:
+        """Load the weights into `model`, if there are any; raises UserError if they do not fit.
+        strict: False keeps the initial values of tensors that the weights lack."""
         if self.weights is not None:
-            load_weights(model, self.weights, self.source)
+            load_weights(model, self.weights, self.source, strict)
 
     def load_optimizer(
         self, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler

@@ -228,8 +228,9 @@ def optimizer_name(optimizer: torch.optim.Optimizer) -> str:
 
 @torch.no_grad()
 def load_state(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
-    """Load a checkpoint's optimizer state. Ours keep the current betas, weight decay and so on;
-    for other optimizers, load_state_dict restores everything that was saved.
+    """Load a checkpoint's optimizer state. Ours keep the current betas, weight decay and so on, but
+    get the saved learning rates, momentum and values that you added to the groups. For other
+    optimizers, load_state_dict restores everything that was saved.
 
     Raises UserError if the state belongs to another optimizer or to other parameters.
     """
@@ -263,6 +264,11 @@ def load_state(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
             own = local_shards([tensor])[0].copy_(local_rows(states[i][name], tensor))
             if name in ("step", "exp_avg_sq") and own.numel() and not own.min() >= 0:
                 raise UserError(f"optimizer state {name} of parameter {i} is negative or NaN")
+    own = {*optimizer.defaults, "params", "muon", "lr_scale"} - {"lr"}  # from this run's code
+    old = saved.get("param_groups")
+    for group, values in zip(optimizer.param_groups, old if isinstance(old, list) else []):  # noqa: B905
+        if isinstance(values, dict):  # what a scheduler has changed
+            group |= {name: value for name, value in values.items() if name not in own}
     expected = sum(parameter in optimizer.state for parameter in parameters)
     if len(states) != expected:
         raise UserError(f"optimizer state for {len(states)} parameters, not {expected}")
@@ -434,11 +440,12 @@ def decay_start(config: dict[str, Any]) -> int | None:
 
 
 def set_schedule(optimizer: torch.optim.Optimizer, step: int, config: dict[str, Any]) -> float:
-    """Set the learning rate and Muon's momentum for step `step`; returns the learning rate."""
+    """Set the learning rate and Muon's momentum for step `step`; returns the learning rate. A group
+    with an entry "lr_scale" gets that many times the rate."""
     lr = learning_rate_at(step, config)
     first, last, steps = MUON_MOMENTUM
     for group in optimizer.param_groups:
-        group["lr"] = lr
+        group["lr"] = lr * group.get("lr_scale", 1.0)
         if group.get("muon"):
             group["momentum"] = first + (last - first) * min(1.0, step / steps)
     return lr

@@ -1,3 +1,4 @@
+import collections
 import contextlib
 import errno
 import os
@@ -7,7 +8,9 @@ import shutil
 import sys
 import time
 import zipfile
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from conftest import TINY
@@ -372,8 +375,12 @@ def reshaped(content):
 
 
 WRONG_CONTENT = [  # key, change, message of sample.py and convert.py, message of train.py
-    ("model", lambda model: {}, "does not fit its own model_config in blocks.0.*and 16 more"),
-    ("model", reshaped, "does not fit its own model_config in lm_head.weight"),
+    (
+        "model",
+        lambda model: {},
+        "does not fit model.py and its model_config in blocks.0.*and 16 more",
+    ),
+    ("model", reshaped, "does not fit model.py and its model_config in lm_head.weight"),
     ("model", lambda model: model | {"lm_head.weight": "x"}, "model_config in lm_head.weight"),
     ("model", lambda model: without(model, "final_norm.weight"), "model_config in final_norm.wei"),
     ("model_config", lambda config: config | {"heads": 2}, "model_config: unknown heads"),
@@ -409,3 +416,23 @@ def test_content_that_does_not_fit_is_named_wherever_a_checkpoint_is_read(run, s
             with pytest.raises(ValueError, match=f"ckpt.pt.*{message}") as error:
                 run(*command)
             assert "\n" not in str(error.value), command[0]
+
+
+@pytest.mark.parametrize(("value", "named"), [
+    (collections.deque([1]), "collections.deque"), (Path("x"), "pathlib"),
+    ({"teacher": torch.nn.Linear(1, 1)}, "torch.nn.modules.linear.Linear"),
+    ([lambda: 1], "something else"),
+])  # fmt: skip
+def test_an_entry_that_could_not_be_loaded_is_refused_before_training(tmp_path, value, named):
+    """Before, it was saved, and the checkpoint could never be loaded."""
+    state = lambda: {"iter_num": 0, "smooth": value}  # noqa: E731
+    saving = Saving(tmp_path / "ckpt.pt", state, distributed.SINGLE_PROCESS, True, "", print)
+    with pytest.raises(ValueError, match=f"ckpt.pt cannot hold 'smooth', because it has {named}"):
+        saving.__enter__()
+
+
+def test_numpys_numbers_are_saved_as_pythons(tmp_path):
+    content = {"model": {}, "smooth": np.float64(0.5), "more": [np.int64(3), (np.bool_(True),)]}
+    checkpoint.save(tmp_path / "ckpt.pt", content)
+    saved = torch.load(tmp_path / "ckpt.pt", weights_only=True)
+    assert (saved["smooth"], saved["more"]) == (0.5, [3, (True,)])

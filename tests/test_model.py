@@ -336,6 +336,41 @@ def test_f89_a_window_longer_than_the_prompt_samples_without_a_cache(monkeypatch
 
 
 @torch.no_grad()
+def test_f89_a_mask_that_depends_on_separators_samples_without_a_cache(monkeypatch):
+    class Documents(GPT):
+        def forward(self, tokens, targets=None, cache=None):
+            documents = (tokens == self.separator).cumsum(1)
+            seen.append(documents[:, :, None] == documents[:, None, :])
+            return super().forward(tokens, targets, cache)
+
+    def within(q, k, v, attn_mask=None, is_causal=False, **more):
+        if is_causal:
+            attn_mask = seen[-1][:, None].tril()
+        return attention(q, k, v, attn_mask=attn_mask, **more)
+
+    seen, attention = [], torch.nn.functional.scaled_dot_product_attention
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", within)
+    torch.manual_seed(0)
+    model = Documents(tiny(block_size=64, vocab_size=512).config).eval()
+    for model.separator in (0, 2, 499):
+        assert not generation.cache_is_exact(model, 500, 64)
+    model.separator = -1
+    assert generation.cache_is_exact(model, 500, 64)
+
+
+@torch.no_grad()
+def test_f89_a_model_that_fails_with_a_cache_samples_without_it():
+    class Register(GPT):
+        def forward(self, tokens, targets=None, cache=None):
+            if cache is not None:
+                raise IndexError("one position too many")
+            return super().forward(tokens, targets)
+
+    model = Register(tiny().config).eval()
+    assert not generation.cache_is_exact(model, 13, 8)
+
+
+@torch.no_grad()
 def test_f89_a_forward_pass_without_a_cache_samples_too():
     class Plain(GPT):
         def forward(self, tokens, targets=None):

@@ -143,6 +143,25 @@ def test_resuming_keeps_the_moments_and_takes_todays_settings():
     assert torch.equal(*moments) and moments[0].any()
 
 
+def test_resuming_restores_what_a_scheduler_has_changed():
+    old, new = adamw(nn.Linear(2, 2)), adamw(nn.Linear(2, 2))
+    old.param_groups[0] |= {"lr": 0.25, "initial_lr": 0.5, "my_scale": 0.9, "lr_scale": 3.0}
+    load_state(new, old.state_dict())
+    group = new.param_groups[0]
+    assert (group["lr"], group["initial_lr"], group["my_scale"]) == (0.25, 0.5, 0.9)
+    assert "lr_scale" not in group  # from the code, as it is now
+    load_state(new, old.state_dict() | {"param_groups": [None, 3]})
+
+
+def test_a_group_can_have_its_own_share_of_the_rate():
+    optimizer = adamw(nn.Linear(2, 2))
+    optimizer.param_groups[1]["lr_scale"] = 0.1
+    config = {"learning_rate": 0.5, "min_lr": 0.0, "warmup_iters": 0, "decay_lr": False,
+              "lr_decay_iters": 0, "max_iters": 9}  # fmt: skip
+    assert optim.set_schedule(optimizer, 3, config) == 0.5
+    assert [group["lr"] for group in optimizer.param_groups] == [0.5, pytest.approx(0.05)]
+
+
 def test_allocated_state_equals_what_the_first_step_makes():
     results = []
     for allocated in (True, False):

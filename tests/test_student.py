@@ -337,7 +337,7 @@ def edits_of_the_page() -> dict[str, Edit]:
         title = section.splitlines()[0]
         found[title] = Edit(
             tuple(pairs["model.py"]), tuple(pairs["train.py"]), samples="Every block" not in title,
-            changes_loss=not title.startswith(("9", "10")),
+            changes_loss=not title.startswith(("9.", "10.")),
         )  # fmt: skip
     return found
 
@@ -345,8 +345,8 @@ def edits_of_the_page() -> dict[str, Edit]:
 EDITS |= edits_of_the_page()
 
 
-def test_the_page_shows_ten_edits():
-    assert len(edits_of_the_page()) == 10
+def test_the_page_shows_eleven_edits():
+    assert len(edits_of_the_page()) == 11
 
 
 def edited(edit: Edit, copy: Path) -> Path:
@@ -723,6 +723,26 @@ def test_only_what_transformers_computes_is_exported(student, sums, tmp_path, na
     with pytest.raises(ValueError, match="computes something other than a Llama"):
         student(*export)
     assert not (tmp_path / "exported").exists()
+
+
+def test_a_run_is_finetuned_with_parameters_that_it_lacks(student, sums, tmp_path):
+    base = [*SETTINGS, f"--dataset={sums}"]
+    student(edited(Edit(), tmp_path / "plain"), "train.py", *base, f"--out_dir={tmp_path / 'a'}")
+    scale = (
+        in_block("self.scale = nn.Parameter(torch.full((1,), 0.5))"),
+        (MLP_RESIDUAL, MLP_RESIDUAL.replace("self.dropout", "self.scale * self.dropout")),
+    )
+    load = "start.load_weights(raw_model)"
+    loose = Edit(scale, ((load, "start.load_weights(raw_model, strict=False)"),))
+    tune = [*base, f"--init_from={tmp_path / 'a'}", f"--out_dir={tmp_path / 'b'}"]
+    with pytest.raises(ValueError, match="does not fit model.py and its model_config in blocks.0"):
+        student(edited(Edit(scale), tmp_path / "strict"), "train.py", *tune)
+    copy = edited(loose, tmp_path / "loose")
+    student(copy, "train.py", *tune, "--learning_rate=0", "--min_lr=0", "--max_iters=1")
+    saved = [checkpoint.load(tmp_path / name / "ckpt.pt")["model"] for name in "ab"]
+    assert saved[1]["blocks.0.scale"].item() == 0.5
+    assert all(torch.equal(saved[1][name], tensor) for name, tensor in saved[0].items())
+    assert "finished" in student(copy, "train.py", *tune[:-2], tune[-1], "--init_from=resume")
 
 
 def test_the_trial_step_leaves_no_gradients(student, sums, tmp_path):
