@@ -266,7 +266,8 @@ def load_state(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
                 raise UserError(f"optimizer state {name} of parameter {i} is negative or NaN")
     own = {*optimizer.defaults, "params", "muon", "lr_scale"} - {"lr"}  # from this run's code
     old = saved.get("param_groups")
-    for group, values in zip(optimizer.param_groups, old if isinstance(old, list) else []):  # noqa: B905
+    old = old if isinstance(old, list) else []
+    for group, values in zip(optimizer.param_groups, old, strict=False):
         if isinstance(values, dict):  # what a scheduler has changed
             group |= {name: value for name, value in values.items() if name not in own}
     expected = sum(parameter in optimizer.state for parameter in parameters)
