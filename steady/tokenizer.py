@@ -36,7 +36,7 @@ class Tokenizer(Protocol):
 
 GPT2_FILES = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main"
 PIECE = 2**18  # characters of a long text to tokenize at a time
-BORDER = re.compile(r"(?<=\S)[ \n]|(?<=[。！？])(?=[^\W_])")  # hardly any token crosses these
+BORDER = re.compile(r"(?<=\S)[ \t\r\n]|(?<=[。！？])(?=[^\W_])")  # hardly any token crosses these
 ANYWHERE = re.compile("")  # for characters and bytes
 WINDOW = 2**11  # characters to look at on each side of a cut
 
@@ -567,10 +567,13 @@ def write_hf_tokenizer(
         written.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
         written.decoder = decoders.ByteLevel()
         written.add_special_tokens(["<|endoftext|>"])
-    else:
-        vocab = {f"<0x{i:02X}>": i for i in range(256)}
-        written = tokenizers.Tokenizer(models.BPE(vocab, [], byte_fallback=True))
-        written.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    else:  # GPT-2's printable characters for bytes: themselves, or the next ones from U+0100 on
+        shown = [*range(33, 127), *range(161, 173), *range(174, 256)]
+        hidden = [byte for byte in range(256) if byte not in shown]
+        vocab = {chr(256 + hidden.index(i) if i in hidden else i): i for i in range(256)}
+        written = tokenizers.Tokenizer(models.BPE(vocab, []))
+        written.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        written.decoder = decoders.ByteLevel()  # decodes incomplete characters too
         written.add_special_tokens(["<|endoftext|>"])
     settings = {k: v for k, v in pretrained_files.get("tokenizer_config", {}).items()
                 if k not in ("auto_map", "backend", "is_local", "processor_class")}  # fmt: skip
@@ -634,7 +637,11 @@ def load_tokenizer(name: str, special_tokens: bool = False) -> Tokenizer:
         if Path(source).name == "tokenizer.json" and Path(source).is_file():
             source = str(Path(source).parent)
         folder = find_folder(source, ["*.json", "tokenizer.model"])
-        meta = hf_tokenizer_meta(folder) or read_json(folder / "meta.json")  # or a data set's
+        meta, own = hf_tokenizer_meta(folder), read_json(folder / "meta.json")  # a data set's
+        own = own if own.get("tokenizer") == "hf" else {}
+        if meta and own.get("json", meta["json"]) != meta["json"]:
+            raise UserError(f"{source}: tokenizer.json and meta.json have two tokenizers: move one")
+        meta = meta or own
         if not meta.get("json"):
             raise UserError(
                 f"{source} has no tokenizer.json: convert an older format with pip install "
@@ -642,7 +649,7 @@ def load_tokenizer(name: str, special_tokens: bool = False) -> Tokenizer:
                 f'as A; A.from_pretrained("{folder}").save_pretrained("{folder}")\''
             )
         check_meta(meta, source)
-        if meta["end_of_text"] is None:
+        if meta.get("end_of_text") is None:
             print(
                 f"warning: no file of {source} has an end-of-text token: documents will not be "
                 "separated, and samples will only end at their maximum length"

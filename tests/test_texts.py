@@ -378,6 +378,13 @@ def test_f63_a_long_row_takes_linear_time():
     assert "".join(pieces) == text and len(pieces) > 6 and Text.sliced < 1.2 * len(text)
 
 
+@pytest.mark.parametrize("line", ["123\r\n", "a\tb\n", "一。"])
+def test_a_text_without_spaces_is_cut_at_its_lines(line):
+    tokenizer = HFTokenizer(byte_level(["</s>"]).to_str())
+    pieces = [piece for _, piece, _ in cut_text(tokenizer, [line * (10**6 // len(line))])]
+    assert max(map(len, pieces)) < 2 * 2**18
+
+
 @pytest.mark.parametrize("run_of", [" ", "\n ", "word ", "a"])
 def test_f63_long_rows_are_tokenized_in_pieces_as_in_one(gpt2_files, run_of, monkeypatch):
     """A million spaces make tiktoken panic (tiktoken#15). The test uses smaller pieces."""
@@ -1292,6 +1299,13 @@ def test_a_bpe_of_ones_own_is_the_same_tokenizer_by_its_folder(tmp_path):
     assert read_meta(tmp_path / "own") == meta
     (tmp_path / "own" / "meta.json").write_text(json.dumps(meta | {"end_of_text": "x"}))
     with pytest.raises(ValueError, match="own"):
+        prepare_from_files(tmp_path / "other", f"hf:{tmp_path / 'own'}", [path])
+    (tmp_path / "own" / "meta.json").write_text(json.dumps({"tokenizer": "gpt2", "json": "{}"}))
+    with pytest.raises(ValueError, match="own has no tokenizer.json"):
+        prepare_from_files(tmp_path / "other", f"hf:{tmp_path / 'own'}", [path])
+    (tmp_path / "own" / "meta.json").write_text(json.dumps(meta))
+    (tmp_path / "own" / "tokenizer.json").write_text(byte_level(["</s>"]).to_str())
+    with pytest.raises(ValueError, match="tokenizer.json and meta.json have two tokenizers"):
         prepare_from_files(tmp_path / "other", f"hf:{tmp_path / 'own'}", [path])
 
 
