@@ -75,9 +75,9 @@ def as_saved(content: dict[str, Any]) -> dict[str, Any]:
 
 
 def require_plain(content: dict[str, Any], path: Path) -> None:
-    """Raises UserError that names an entry that can be saved, but not be loaded again: `load`
-    accepts tensors and plain values only, because anything else could run code."""
-    for key, value in as_saved(content).items():
+    """Raises UserError that names an entry of `as_saved`'s result that can be saved, but not be
+    loaded again: `load` accepts only tensors and plain values, as anything else could run code."""
+    for key, value in content.items():
         file = io.BytesIO()
         try:
             torch.save(tree_map(lambda v: None if isinstance(v, Tensor) else v, value), file)
@@ -113,9 +113,9 @@ def save(
 
     Raises UserError for weights that are not finite, so that they never replace good ones.
     """
-    require_plain(content, path)
     names = parameter_names(content.get("model"))
     content = {"format": FORMAT, "launch": distributed.launch_id()} | as_saved(content)
+    require_plain(content, path)
     if not process.shards_model:
         if not process.master:
             return

@@ -99,7 +99,7 @@ class Saving:
     def __enter__(self) -> "Saving":
         set_timeout(self.process)
         if self.enabled:  # now, and not when the first save fails
-            checkpoint.require_plain(self.state(), self.path)
+            checkpoint.require_plain(checkpoint.as_saved(self.state()), self.path)
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: Any) -> None:

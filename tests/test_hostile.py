@@ -51,9 +51,10 @@ def nested(depth=40):
     return value
 
 
+NO_FIT = "does not fit model.py and its model_config in"
 FAULTS = {  # F84 and F86: content, and its error message
     "block_size": (lambda: config(block_size=2**25), "block_size=33554432 is too large"),
-    "vocab_size": (lambda: config(vocab_size=2**31), "does not fit model.py"),
+    "vocab_size": (lambda: config(vocab_size=2**31), NO_FIT),
     "n_layer": (lambda: config(n_layer=10**4), "n_layer=10000, but the file has 12 weights"),
     "stride 0": (
         lambda: config(n_embd=2**16, n_hidden=2**16) | {"model": {
@@ -61,7 +62,7 @@ FAULTS = {  # F84 and F86: content, and its error message
         "is larger than its data in the file"),
     "meta": (lambda: weights(lambda w: w.to("meta")), "dense numeric tensors .*meta"),
     "sparse": (lambda: weights(lambda w: w.to_sparse()), "dense numeric tensors .*sparse"),
-    "complex": (lambda: weights(lambda w: w.cfloat()), "does not fit model.py"),
+    "complex": (lambda: weights(lambda w: w.cfloat()), NO_FIT),
     "bool": (lambda: weights(lambda w: w.bool()), "model_config in blocks.0.attention.q_proj"),
     "int": (lambda: weights(lambda w: w.int()), "model_config in blocks.0.attention.q_proj"),
     "a list": (lambda: weights(lambda w: w.tolist()), "model_config in blocks.0.attention.q_proj"),
