@@ -6,7 +6,6 @@ import platform
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch._functorch.config as functorch_config
@@ -123,37 +122,37 @@ def compile_model(
     torch._dynamo.config.recompile_limit = limit = 16 + 2 * len(parts)
     torch._dynamo.config.accumulated_recompile_limit = 16 * limit
     torch._dynamo.config.automatic_dynamic_shapes = False  # until `allow_dynamic`
-    options: dict[str, Any] = {"mode": plan.mode}
     if sharded:  # recompute the cheapest operations; in FP8 the host is too slow to launch them
         in_float8 = any(isinstance(module, Float8Linear) for module in model.modules())
         recompute = checkpointing == "none" and not in_float8
         functorch_config.activation_memory_budget = 0.9 if recompute else 1.0
-        if in_float8 and plan.mode == "default" and cpp_wrapper_works(parts[0]):
-            options = {"options": {"cpp_wrapper": True}}
+        if in_float8 and plan.mode == "default":
+            launch_from_cpp(next(model.parameters()).device)
     from torch._dynamo.external_utils import wrap_inline  # takes seconds to import
 
     torch._inductor.config.post_grad_custom_post_pass = float32_gradients()
     if plan.cuda_graphs or not parts:
-        return torch.compile(model, **options)
+        return torch.compile(model, mode=plan.mode)
     for part in parts:
         if sharded:  # keep FSDP2's hooks, which exchange weights, outside compiled code
-            part.forward = torch.compile(part.forward, **options)
+            part.forward = torch.compile(part.forward, mode=plan.mode)
         else:
             # without wrap_inline torch does not compile its own layers, such as nn.Embedding
-            part._compiled_call_impl = torch.compile(wrap_inline(part._call_impl), **options)
+            part._compiled_call_impl = torch.compile(wrap_inline(part._call_impl), mode=plan.mode)
     return model
 
 
-def cpp_wrapper_works(module: nn.Module) -> bool:
-    """Whether compiled code can launch its kernels from C++ instead of Python, which takes the host
-    less time: with fsdp, FP8 at 1.5B is a quarter faster on four GPUs. It needs CUDA's headers,
-    which pip's packages may lack. (Compiling a function is the only way to find out.)"""
-    x = torch.ones(16, device=next(module.parameters()).device)
+def launch_from_cpp(device: torch.device) -> None:
+    """Let compiled code launch its kernels from C++ instead of Python, which takes the host less
+    time: with fsdp, FP8 at 1.5B is a quarter faster on four GPUs. It needs CUDA's headers, which
+    pip's packages may lack. (Compiling a function is the only way to find out.)"""
+    x = torch.ones(16, device=device, requires_grad=True)
+    # for the whole process: as an option of torch.compile it fails in torch 2.11's backward passes
+    torch._inductor.config.cpp_wrapper = True
     try:
-        torch.compile(torch.neg, options={"cpp_wrapper": True})(x)
+        torch.compile(torch.square)(x).sum().backward()
     except Exception:
-        return False
-    return True
+        torch._inductor.config.cpp_wrapper = False
 
 
 def float32_gradients() -> Callable[[torch.fx.Graph], None]:

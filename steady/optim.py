@@ -93,10 +93,11 @@ class Muon(AdamW):
         group = self.muon_group
         buffers = self.state[group["params"][0]]["momentum"]
         # tensors, because every new Python number would recompile the code
-        lr, momentum, decay = torch.tensor(
-            [group["lr"], group["momentum"], group["lr"] * group["weight_decay"]],
-            dtype=buffers.dtype,
-        ).to(buffers.device, non_blocking=True)  # fmt: skip
+        # (and filled there, because a copy from the host would wait for the backward pass)
+        lr, momentum, decay = (
+            torch.full((), value, dtype=buffers.dtype, device=buffers.device)
+            for value in (group["lr"], group["momentum"], group["lr"] * group["weight_decay"])
+        )
         divisor, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         divisor = torch.ones_like(lr) if divisor is None else divisor
         usable = torch.ones_like(lr) if found_inf is None else 1.0 - found_inf.to(lr.dtype)
