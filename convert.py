@@ -290,7 +290,7 @@ def require_llama(model: GPT, vocab_size: int, path: Path) -> None:
     """Raises UserError if an edited `model` computes something other than transformers' Llama or
     Qwen3 would with the same weights."""
     config = model.config
-    T = min(config.block_size, 256)
+    T = min(config.block_size, 2048)
     tokens = probe_tokens(T, min(vocab_size, config.vocab_size))  # (T,)
     found = model.eval()(tokens[None])[0]  # (T, V)
     try:
@@ -390,8 +390,9 @@ def write_pretrained(saved: dict[str, Any], folder: Path, dtype: torch.dtype) ->
             f"--to={folder} holds another model or tokenizer: name another folder, or delete it"
         )
     weights = {
-        rename(name, OURS): tensor.to(dtype).contiguous()
+        rename(name, OURS): tensor.to(dtype, copy=True).contiguous()  # blocks may share weights
         for name, tensor in saved["model"].items()
+        if isinstance(tensor, Tensor)  # a module may have extra state
         if not (ours.tied_embeddings and name == "lm_head.weight")
     }
     beyond = f"values beyond the range of {theirs['torch_dtype']}: use --dtype=bfloat16"

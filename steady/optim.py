@@ -39,6 +39,12 @@ class AdamW(torch.optim.AdamW):
         1.0. (torch.amp.GradScaler uses the same attributes, and multiplies its scale into ours.)"""
         self.grad_scale, self.found_inf = divisor, found_inf
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As in torch; also forgets `clip`, so that it affects no other gradients."""
+        super().zero_grad(set_to_none)
+        for name in ("grad_scale", "found_inf"):
+            vars(self).pop(name, None)
+
     def _init_group(self, group: dict[str, Any], *lists: list[Tensor]) -> bool:
         has_complex = super()._init_group(group, *lists)
         for tensors in lists:  # parameters, gradients, moments
@@ -64,21 +70,24 @@ class Muon(AdamW):
         **settings: Any,
     ):
         super().__init__(groups, **settings)
-        self.muon_group["momentum"] = MUON_MOMENTUM[1]  # set_schedule changes it
         self.head_dims = head_dims
+        self.muon_group["momentum"] = MUON_MOMENTUM[1]  # set_schedule changes it
         self.dtype = dtype if dtype == torch.bfloat16 else torch.float32
         self.add_momentum, self.scale_rows = muon.add_momentum, muon.scale_rows
         if compiled and self.muon_group["params"][0].is_cuda:  # a third of the memory traffic
             self.add_momentum = compiled_if_possible(muon.add_momentum)
             self.scale_rows = compiled_if_possible(muon.scale_rows)
         for parameter in self.muon_group["params"]:
-            wide = torch.promote_types(parameter.dtype, torch.float32)
-            momentum = torch.zeros_like(parameter, dtype=wide)
-            # start with the value for an orthogonal matrix, so the average needs no warm-up
-            rows, columns = parameter.shape
-            start = 1.0 / max(head_dims.get(parameter, rows), columns)
-            row_mean_square = torch.full_like(momentum[:, :1], start)
-            self.state[parameter] = {"momentum": momentum, "row_mean_square": row_mean_square}
+            self.state[parameter] = self.initial_state(parameter)
+
+    def initial_state(self, parameter: nn.Parameter) -> dict[str, Tensor]:
+        """Muon's state of a matrix before its first step."""
+        wide = torch.promote_types(parameter.dtype, torch.float32)
+        momentum = torch.zeros_like(parameter, dtype=wide)
+        # start with the value for an orthogonal matrix, so the average needs no warm-up
+        rows, columns = parameter.shape
+        start = 1.0 / max(self.head_dims.get(parameter, rows), columns)
+        return {"momentum": momentum, "row_mean_square": torch.full_like(momentum[:, :1], start)}
 
     def _init_group(self, group: dict[str, Any], *lists: list[Tensor]) -> bool:
         return False if group.get("muon") else super()._init_group(group, *lists)
@@ -90,8 +99,20 @@ class Muon(AdamW):
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
         super().step()
-        group = self.muon_group
-        buffers = self.state[group["params"][0]]["momentum"]
+        for group in self.param_groups:
+            if group.get("muon"):
+                self.update_matrices(group)
+
+    def update_matrices(self, group: dict[str, Any]) -> None:
+        """Update the matrices of a group."""
+        # skip those without a gradient, as torch's optimizers do
+        used = [p for p in group["params"] if p.grad is not None]
+        if not used:
+            return
+        for parameter in used:
+            if "momentum" not in self.state[parameter]:  # a new one, or you have cleared the state
+                self.state[parameter] = self.initial_state(parameter)
+        buffers = self.state[used[0]]["momentum"]
         # tensors, because every new Python number would recompile the code
         # (and filled there, because a copy from the host would wait for the backward pass)
         lr, momentum, decay = (
@@ -101,8 +122,6 @@ class Muon(AdamW):
         divisor, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         divisor = torch.ones_like(lr) if divisor is None else divisor
         usable = torch.ones_like(lr) if found_inf is None else 1.0 - found_inf.to(lr.dtype)
-        # skip matrices without a gradient, as torch's optimizers do
-        used = [p for p in group["params"] if p.grad is not None]
         for parameters, head_dim in stacks_of(used, self.head_dims):
             weights = local_shards([p.data for p in parameters])
             gradient = torch.stack(local_shards([p.grad for p in parameters]))

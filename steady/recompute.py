@@ -52,6 +52,7 @@ def use_activation_checkpointing(model: nn.Module, kind: str) -> None:
     # Compiling recomputed code warns about in-place operations even if there are none.
     logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
     for block in repeated_blocks(model):
+        block.set_forward = vars(block).get("forward")  # one that you set on this block only
         # With dropout, `block` acts like `selective`: compiled code that recomputes attention
         # would draw from a generator that torch.manual_seed does not control.
         drops = any(isinstance(m, nn.Dropout) and m.p for m in block.modules())
@@ -69,8 +70,10 @@ def keep_attention(block: nn.Module, *inputs: Any, **named: Any) -> Any:
 
 def run_checkpointed(block: nn.Module, *inputs: Any, **named: Any) -> Any:
     """A block's forward pass. If there is a backward pass, it recomputes the block."""
-    forward = type(block).forward
+    forward = block.set_forward
+    if forward is None:
+        forward, inputs = type(block).forward, (block, *inputs)
     if not torch.is_grad_enabled():
         named.pop("context_fn", None)
-        return forward(block, *inputs, **named)
-    return checkpoint.checkpoint(forward, block, *inputs, use_reentrant=False, **named)
+        return forward(*inputs, **named)
+    return checkpoint.checkpoint(forward, *inputs, use_reentrant=False, **named)

@@ -1,14 +1,18 @@
 """Import and export of Hugging Face checkpoints, compared with transformers."""
 
 import json
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from conftest import TINY
+from torch.nn import functional as F
 
 import convert
+import model as model_file
 from model import GPT, GPTConfig
-from steady import checkpoint
+from steady import UserError, checkpoint
 from steady.tokenizer import ByteTokenizer, CharTokenizer, GPT2Tokenizer, HFTokenizer, from_meta
 
 transformers = pytest.importorskip("transformers")
@@ -372,6 +376,40 @@ def test_a_trained_model_loads_in_transformers(run, sums, tmp_path):
     assert tokens[0].tolist() == from_meta(saved["tokenizer"]).encode("12+34=46\n")
     with torch.no_grad():
         torch.testing.assert_close(loaded(tokens).logits, ours(tokens), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("window", [0, 300])
+def test_attention_in_a_window_is_no_llama(monkeypatch, window):
+    """Only the first 256 positions were compared."""
+
+    def attend(q, k, v, is_causal, **more):
+        mask = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool).tril()
+        mask = mask.triu(1 - window) if window else mask
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, **more)
+
+    ours = SimpleNamespace(rms_norm=F.rms_norm, silu=F.silu, scaled_dot_product_attention=attend)
+    monkeypatch.setattr(model_file, "F", ours)
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(block_size=1024, vocab_size=65, n_layer=2, n_head=2, n_embd=32))
+    for parameter in model.parameters():
+        parameter.data *= 3.0 if parameter.dim() == 2 else 1.0  # as large as trained weights
+    if not window:
+        return convert.require_llama(model, 65, Path("ckpt.pt"))
+    with pytest.raises(UserError, match="computes something other than a Llama"):
+        convert.require_llama(model, 65, Path("ckpt.pt"))
+
+
+def test_shared_weights_and_extra_state_can_be_exported(run, sums, tmp_path):
+    out = tmp_path / "out"
+    run("train.py", *TINY, f"--dataset={sums}", f"--out_dir={out}")
+    saved = checkpoint.load(checkpoint.find(out))
+    weights = saved["model"]
+    weights["blocks.0.mlp.up_proj.weight"] = weights["blocks.0.mlp.gate_proj.weight"]
+    weights["blocks.0.mlp._extra_state"] = {"calls": 3}
+    convert.write_pretrained(saved, tmp_path / "hf", torch.float32)
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf").model.layers[0].mlp
+    for layer in (loaded.up_proj, loaded.gate_proj):
+        assert torch.equal(layer.weight, weights["blocks.0.mlp.gate_proj.weight"])
 
 
 def test_convert_says_what_is_missing(run, tmp_path):

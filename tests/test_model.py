@@ -615,6 +615,19 @@ def test_f52_compiled_code_computes_the_same_gradients(kind, way, monkeypatch):
         torch.testing.assert_close(parameter.grad, gradient, atol=1e-5, rtol=1e-4)
 
 
+@pytest.mark.parametrize("kind", ["selective", "block"])
+def test_activation_checkpointing_keeps_a_forward_set_on_a_block(kind):
+    model = GPT(GPTConfig(block_size=8, vocab_size=16, n_layer=2, n_head=2, n_embd=8))
+    for block in model.blocks:
+        block.forward = lambda x, rope, cache=None, old=block.forward: old(9.0 * x, rope, cache)
+    tokens = torch.arange(8)[None]
+    expected = model(tokens, tokens)
+    use_activation_checkpointing(model, kind)
+    assert torch.equal(model(tokens, tokens), expected)
+    with torch.no_grad():
+        torch.testing.assert_close(model(tokens, tokens), expected.detach())
+
+
 def test_activation_checkpointing_recomputes_what_it_says():
     from torch.utils._python_dispatch import TorchDispatchMode
 

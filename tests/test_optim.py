@@ -162,6 +162,40 @@ def test_a_group_can_have_its_own_share_of_the_rate():
     assert [group["lr"] for group in optimizer.param_groups] == [0.5, pytest.approx(0.05)]
 
 
+def test_muon_trains_every_group_of_matrices_whatever_their_state():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.ModuleList(nn.Linear(4, 4, bias=False) for _ in range(2)))
+    config = {"optimizer": "muon", "learning_rate": 0.1, "beta1": 0.9, "beta2": 0.95}
+    optimizer = build_optimizer(model, config | {"weight_decay": 0.0})
+    first, second = optimizer.muon_group["params"]
+    optimizer.muon_group["params"] = [first]
+    optimizer.add_param_group({**optimizer.muon_group, "params": [second], "lr": 0.05})
+    old = [first.detach().clone(), second.detach().clone()]
+    optimizer.state.clear()  # as some schemes do in mid-run
+    first.grad = second.grad = torch.eye(4)
+    optimizer.step()
+    changes = [(p - before).norm().item() for p, before in zip((first, second), old, strict=True)]
+    assert changes[0] > 0 and changes[1] == pytest.approx(changes[0] / 2)
+
+
+@pytest.mark.parametrize("norm", [1e6, float("inf")])
+def test_clipping_affects_the_next_step_only(norm):
+    """A step without clipping divided or ignored its gradients as the step before had."""
+    layers = [nn.Linear(2, 2, bias=False) for _ in range(2)]
+    layers[1].load_state_dict(layers[0].state_dict())
+    for layer, clips in zip(layers, (True, False), strict=True):
+        optimizer = adamw(layer, betas=(0.0, 0.0))
+        if clips:
+            layer.weight.grad = torch.full((2, 2), norm)
+            weights = layer.weight.detach().clone()
+            clip_gradients(optimizer, 1.0)
+            optimizer.zero_grad()
+            assert torch.equal(layer.weight, weights)
+        layer.weight.grad = torch.full((2, 2), 1e-8)  # of the size of AdamW's epsilon
+        optimizer.step()
+    assert torch.equal(layers[0].weight, layers[1].weight)
+
+
 def test_allocated_state_equals_what_the_first_step_makes():
     results = []
     for allocated in (True, False):

@@ -998,6 +998,15 @@ def test_the_bar_shows_loss_time_left_and_memory(monkeypatch, tmp_path):
     assert "loss 2.5000, 11.7 GiB" in bar and "1/10 [" in bar and "<" in bar
 
 
+def test_metrics_may_be_tensors(tmp_path):
+    config = {"eval_only": False, "eval_interval": 0, "max_iters": 10, "wandb_log": False}
+    log = RunLog(tmp_path, config, 0)
+    log.write({"iter": 0, "mine": torch.tensor(0.5), "bad": torch.tensor(float("inf"))})
+    log.close()
+    entries = read_metrics(tmp_path / "metrics.jsonl")
+    assert entries == [{"iter": 0, "mine": 0.5, "bad": None}]
+
+
 def test_graphs_that_were_skipped_are_counted_and_their_reason_is_shown(monkeypatch, capsys):
     from torch._inductor.cudagraph_utils import log_cudagraph_skip_and_bump_counter
 
