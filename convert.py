@@ -115,7 +115,7 @@ def translated(theirs: dict[str, Any]) -> dict[str, Any]:
         "attention_bias": theirs.get("attention_bias", False),
         "mlp_bias": theirs.get("mlp_bias", False),
         f"hidden_act {theirs.get('hidden_act')}": theirs.get("hidden_act", "silu") != "silu",
-        "quantization_config": "quantization_config" in theirs,
+        "quantization_config": theirs.get("quantization_config") is not None,
         "partial_rotary_factor": rope.get("partial_rotary_factor",
                                           theirs.get("partial_rotary_factor", 1.0)) != 1.0,
     }  # fmt: skip
@@ -183,9 +183,12 @@ def read_pretrained(source: str) -> Pretrained:
     for file in files:
         require_file(file)
         try:
-            tensors |= load_file(file)
+            content = load_file(file)
         except Exception as error:
             raise UserError(f"cannot read {file}: {error}") from None
+        if not used and (twice := tensors.keys() & content.keys()):
+            raise UserError(f"{folder}: {min(twice)} is in two files: delete all but the right one")
+        tensors |= content
     for name, tensor in tensors.items():
         if not tensor.is_floating_point():
             kind = str(tensor.dtype).removeprefix("torch.")
@@ -380,9 +383,9 @@ def write_pretrained(saved: dict[str, Any], folder: Path, dtype: torch.dtype) ->
     } | ids
     generation = {"bos_token_id": ids["bos_token_id"]} | metadata.get("generation_config", {})
     generation["eos_token_id"] = ids["eos_token_id"]
-    padding = list(range(tokenizer.vocab_size, ours.vocab_size))
-    if padding and not metadata:  # the vocabulary's, which has no text
-        generation["suppress_tokens"] = padding
+    if padding := {*range(tokenizer.vocab_size, ours.vocab_size)}:  # ids without text
+        padding.update(generation.get("suppress_tokens") or ())
+        generation["suppress_tokens"] = sorted(padding)
     if folder.exists() and not folder.is_dir():
         raise UserError(f"--to={folder} is not a folder: name one")
     if holds_another_model(folder):

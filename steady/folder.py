@@ -45,9 +45,11 @@ def claim(out_dir: Path) -> None:
     """
     survive_closed_streams()
     try:
-        os.fsencode(out_dir).decode("utf-8")  # torch.load needs UTF-8
-    except UnicodeDecodeError:
-        raise UserError(f"{str(out_dir)!r} is not UTF-8: use another name") from None
+        str(out_dir).encode()  # torch.save needs UTF-8
+    except UnicodeEncodeError:
+        raise UserError(
+            f"{str(out_dir)!r} is not UTF-8: use another name, or set PYTHONUTF8=1"
+        ) from None
     try:
         out_dir.mkdir(parents=True, exist_ok=True)
         if out_dir.name.startswith(".") and out_dir.is_symlink():  # .shards in another's folder

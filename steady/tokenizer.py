@@ -481,6 +481,7 @@ def hf_tokenizer_meta(folder: Path) -> dict[str, Any]:
         token = token.get("content") if isinstance(token, dict) else token
         return vocabulary.get(token) if isinstance(token, str) else None
 
+    require_all_tokens(folder, settings, vocabulary)
     ends = []
     for name in ("config.json", "generation_config.json"):
         found = read_json(folder / name).get("eos_token_id")
@@ -491,10 +492,20 @@ def hf_tokenizer_meta(folder: Path) -> dict[str, Any]:
                     f"tokenizer's {tokenizer.vocab_size} ids: correct it there, or set it to null"
                 )
             ends.append(id)
-    ends.append(id_of("eos_token", settings))
-    ends.append(id_of("eos_token", read_json(folder / "special_tokens_map.json")))
-    ends = list(dict.fromkeys(id for id in ends if id is not None))
     before, after = added_by_template(tokenizer)
+    named = [id_of("eos_token", settings)]
+    named.append(id_of("eos_token", read_json(folder / "special_tokens_map.json")))
+    if named := [id for id in named if id is not None]:
+        # a config.json may have transformers' default ids, which this tokenizer gives to letters
+        special = {*tokenizer.tokenizer.get_added_tokens_decoder(), *named}
+        special -= {*before, id_of("unk_token", settings)} - {*named}
+        for id in dict.fromkeys(id for id in ends if id not in special):
+            print(
+                f"note: eos_token_id={id} in {folder} is {tokenizer.tokenizer.id_to_token(id)!r}, "
+                f"which ends no text: ignored for {tokenizer.tokenizer.id_to_token(named[0])!r}"
+            )
+        ends = [id for id in ends if id in special] + named
+    ends = list(dict.fromkeys(ends))
     ends += after[:1] if not ends else []
     if len(before) > 1:
         raise UserError(f"{path} puts {len(before)} tokens before a text: at most one is supported")
@@ -510,6 +521,25 @@ def hf_tokenizer_meta(folder: Path) -> dict[str, Any]:
         "begin_of_text": before[0] if before else None,
         "end_of_text": ends[0] if ends else None, "stop_tokens": ends,
     }  # fmt: skip
+
+
+def require_all_tokens(folder: Path, settings: dict[str, Any], vocabulary: dict[str, int]) -> None:
+    """Raises UserError if transformers would add tokens that tokenizer.json lacks, from any of the
+    places where folders keep them."""
+    found = [*read_json(folder / "added_tokens.json")]
+    keys = "added_tokens_decoder", "additional_special_tokens", "extra_special_tokens", "eos_token"
+    for content in (settings, read_json(folder / "special_tokens_map.json")):
+        for tokens in (content.get(key) for key in keys):
+            if isinstance(tokens, dict) and "content" not in tokens:
+                tokens = [*tokens.values()]
+            found += tokens if isinstance(tokens, list) else [tokens]
+    names = (token.get("content") if isinstance(token, dict) else token for token in found)
+    if lacking := [n for n in dict.fromkeys(names) if isinstance(n, str) and n not in vocabulary]:
+        raise UserError(
+            f"{folder / 'tokenizer.json'} lacks {reprlib.repr(lacking)}, which other files of the "
+            "folder add: load the tokenizer with transformers' AutoTokenizer, and save it with "
+            "save_pretrained"
+        )
 
 
 def added_by_template(tokenizer: HFTokenizer) -> tuple[list[int], list[int]]:

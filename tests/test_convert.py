@@ -163,6 +163,29 @@ def test_older_copies_of_the_weights_are_left_alone(tmp_path, shards):
     torch.testing.assert_close(logits_of(tmp_path, tokens), expected, atol=1e-4, rtol=1e-4)
 
 
+def test_weights_in_two_files_without_an_index_are_refused(tmp_path):
+    """transformers refuses such a folder; the file with the last name won."""
+    model = theirs()
+    for name in ("model-00001-of-00001.safetensors", "model-old.safetensors"):
+        safetensors_torch.save_file(model.state_dict(), tmp_path / name)
+    (tmp_path / "config.json").write_text(model.config.to_json_string())
+    with pytest.raises(UserError, match="lm_head.weight is in two files"):
+        convert.read_pretrained(str(tmp_path))
+    (tmp_path / "model-old.safetensors").unlink()
+    assert convert.read_pretrained(str(tmp_path)).weights
+
+
+def test_no_quantization_may_be_written_as_null(tmp_path):
+    theirs().save_pretrained(tmp_path)
+    content = json.loads((tmp_path / "config.json").read_text())
+    for value in (None, {"quant_method": "fp8"}):
+        (tmp_path / "config.json").write_text(json.dumps(content | {"quantization_config": value}))
+        if value is None:
+            assert convert.read_pretrained(str(tmp_path)).weights
+    with pytest.raises(UserError, match="quantization_config"):
+        convert.read_pretrained(str(tmp_path))
+
+
 def test_an_index_that_is_older_than_the_weights_is_left_alone(tmp_path):
     theirs().save_pretrained(tmp_path)
     index = {"weight_map": {"lm_head.weight": "model-00001-of-00002.safetensors"}}
@@ -323,7 +346,7 @@ def foreign(tmp_path):
     from steady.tokenizer import write_hf_tokenizer
 
     folder = tmp_path / "foreign"
-    model = theirs("Qwen3", vocab_size=257, head_dim=32, eos_token_id=256, bos_token_id=256)
+    model = theirs("Qwen3", vocab_size=264, head_dim=32, eos_token_id=256, bos_token_id=256)
     model.to(torch.bfloat16).save_pretrained(folder)
     write_hf_tokenizer({"tokenizer": "byte"}, folder)
     return folder
@@ -339,6 +362,8 @@ def test_finetune_resume_sample_and_export_a_pretrained_model(run, foreign, tmp_
     before = safetensors_torch.load_file(foreign / "model.safetensors")
     after = safetensors_torch.load_file(tmp_path / "same" / "model.safetensors")
     assert before.keys() == after.keys()
+    drawn = json.loads((tmp_path / "same" / "generation_config.json").read_text())
+    assert drawn["suppress_tokens"] == list(range(257, 264))  # as in sample.py
     for name in before:
         assert before[name].dtype == after[name].dtype == torch.bfloat16
         assert torch.equal(before[name], after[name]), name

@@ -1,14 +1,17 @@
+import json
 import time
 
 import numpy as np
 import pytest
 
+from steady import UserError
 from steady.tokenizer import (
     ByteTokenizer,
     CharTokenizer,
     GPT2Tokenizer,
     HFTokenizer,
     from_meta,
+    hf_tokenizer_meta,
     load_tokenizer,
 )
 
@@ -115,6 +118,54 @@ def test_text_that_a_vocabulary_without_an_unknown_token_lacks_is_one_line():
     made = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0}, unk_token="?"))
     with pytest.raises(ValueError, match="tokenizer cannot encode all of 'b'"):
         HFTokenizer(made.to_str(), None).encode("b")
+
+
+def named_end(folder, template=False):
+    """Write a tokenizer.json in which 0 is unknown, 1 begins and 3 ends a text, and a
+    tokenizer_config.json that says so."""
+    import tokenizers
+
+    words = {"<unk>": 0, "<s>": 1, "!": 2, "</s>": 3, "a": 4}
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, "<unk>"))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    made.add_special_tokens(["<unk>", "<s>", "</s>"])
+    if template:
+        made.post_processor = tokenizers.processors.TemplateProcessing(
+            single="<s> $A", special_tokens=[("<s>", 1)]
+        )
+    made.save(str(folder / "tokenizer.json"))
+    settings = {"eos_token": {"content": "</s>"}, "unk_token": "<unk>", "bos_token": "<s>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    return settings
+
+
+@pytest.mark.parametrize(("stale", "token"), [(2, "'!'"), (1, "'<s>'"), (0, "'<unk>'")])
+def test_an_id_that_ends_no_text_is_not_the_end_of_text(tmp_path, capsys, stale, token):
+    """transformers writes eos_token_id=2 into the config.json of any Llama."""
+    named_end(tmp_path, template=True)
+    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": [stale, 3]}))
+    meta = hf_tokenizer_meta(tmp_path)
+    assert (meta["begin_of_text"], meta["end_of_text"], meta["stop_tokens"]) == (1, 3, [3])
+    assert f"note: eos_token_id={stale} in {tmp_path} is {token}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("added_tokens.json", {"<|im_start|>": 5}),
+        ("tokenizer_config.json", {"added_tokens_decoder": {"5": {"content": "<|im_start|>"}}}),
+        ("tokenizer_config.json", {"extra_special_tokens": {"image": "<|im_start|>"}}),
+        ("special_tokens_map.json", {"additional_special_tokens": ["</s>", "<|im_start|>"]}),
+        ("special_tokens_map.json", {"eos_token": {"content": "<|im_start|>"}}),
+    ],
+)
+def test_tokens_that_only_other_files_add_are_refused(tmp_path, name, content):
+    """transformers adds them; here they were ordinary text."""
+    settings = named_end(tmp_path) if name == "tokenizer_config.json" else {}
+    named_end(tmp_path)
+    (tmp_path / name).write_text(json.dumps(settings | content))
+    with pytest.raises(UserError, match=r"tokenizer.json lacks \['<\|im_start\|>'\]"):
+        hf_tokenizer_meta(tmp_path)
 
 
 @pytest.mark.parametrize(
