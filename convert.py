@@ -383,9 +383,10 @@ def write_pretrained(saved: dict[str, Any], folder: Path, dtype: torch.dtype) ->
     } | ids
     generation = {"bos_token_id": ids["bos_token_id"]} | metadata.get("generation_config", {})
     generation["eos_token_id"] = ids["eos_token_id"]
-    if padding := {*range(tokenizer.vocab_size, ours.vocab_size)}:  # ids without text
-        padding.update(generation.get("suppress_tokens") or ())
-        generation["suppress_tokens"] = sorted(padding)
+    if padding := [*range(tokenizer.vocab_size, ours.vocab_size)]:  # ids without text
+        more = generation.get("suppress_tokens")
+        more = [id for id in more if type(id) is int] if isinstance(more, list) else []
+        generation["suppress_tokens"] = sorted({*padding, *more})
     if folder.exists() and not folder.is_dir():
         raise UserError(f"--to={folder} is not a folder: name one")
     if holds_another_model(folder):

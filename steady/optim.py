@@ -113,8 +113,8 @@ class Muon(AdamW):
             if "momentum" not in self.state[parameter]:  # a new one, or you have cleared the state
                 self.state[parameter] = self.initial_state(parameter)
         buffers = self.state[used[0]]["momentum"]
-        # tensors, because every new Python number would recompile the code
-        # (and filled there, because a copy from the host would wait for the backward pass)
+        # Tensors, because every new Python number would recompile the code. The device fills them,
+        # because a copy from the host would wait for the backward pass.
         lr, momentum, decay = (
             torch.full((), value, dtype=buffers.dtype, device=buffers.device)
             for value in (group["lr"], group["momentum"], group["lr"] * group["weight_decay"])
