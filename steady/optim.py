@@ -268,9 +268,11 @@ def load_state(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
         more = {name: value for name, value in saved.items() if name != "kind"}
         optimizer.load_state_dict(more | {"state": states, "param_groups": settings})
         return
+    matrices = {p for group in optimizer.param_groups if group.get("muon") for p in group["params"]}
     for i, parameter in enumerate(parameters):
         if parameter not in optimizer.state and i in states:  # of a group that you added
-            optimizer.state[parameter] = adamw_state(parameter)
+            make = optimizer.initial_state if parameter in matrices else adamw_state
+            optimizer.state[parameter] = make(parameter)
         state = optimizer.state.get(parameter, {})
         try:
             found = {name: (tensor.shape, tensor.dtype) for name, tensor in states[i].items()}

@@ -176,6 +176,10 @@ def test_muon_trains_every_group_of_matrices_whatever_their_state():
     optimizer.step()
     changes = [(p - before).norm().item() for p, before in zip((first, second), old, strict=True)]
     assert changes[0] > 0 and changes[1] == pytest.approx(changes[0] / 2)
+    saved = copy.deepcopy(optimizer.state_dict())
+    del optimizer.state[second]  # as before the first step, if its group is new
+    load_state(optimizer, saved)
+    assert optimizer.state[second]["momentum"].any()
 
 
 @pytest.mark.parametrize("norm", [1e6, float("inf")])
