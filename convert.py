@@ -394,11 +394,16 @@ def write_pretrained(saved: dict[str, Any], folder: Path, dtype: torch.dtype) ->
             f"--to={folder} holds another model or tokenizer: name another folder, or delete it"
         )
     weights = {
-        rename(name, OURS): tensor.to(dtype, copy=True).contiguous()  # blocks may share weights
+        rename(name, OURS): tensor.to(dtype).contiguous()
         for name, tensor in saved["model"].items()
         if isinstance(tensor, Tensor)  # a module may have extra state
         if not (ours.tied_embeddings and name == "lm_head.weight")
     }
+    written: set[int] = set()
+    for name, tensor in weights.items():  # safetensors refuses weights that blocks share
+        address = tensor.untyped_storage().data_ptr()
+        weights[name] = tensor.clone() if address in written else tensor
+        written.add(address)
     beyond = f"values beyond the range of {theirs['torch_dtype']}: use --dtype=bfloat16"
     checkpoint.check_finite(weights, folder, beyond)
     folder.mkdir(parents=True, exist_ok=True)

@@ -45,6 +45,14 @@ class AdamW(torch.optim.AdamW):
         for name in ("grad_scale", "found_inf"):
             vars(self).pop(name, None)
 
+    def initial_state(self, group: dict[str, Any], parameter: nn.Parameter) -> dict[str, Tensor]:
+        """The state of a parameter of `group` before its first step, as torch makes it."""
+        return {
+            "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
+            "exp_avg": torch.zeros_like(parameter),
+            "exp_avg_sq": torch.zeros_like(parameter),
+        }
+
     def _init_group(self, group: dict[str, Any], *lists: list[Tensor]) -> bool:
         has_complex = super()._init_group(group, *lists)
         for tensors in lists:  # parameters, gradients, moments
@@ -60,7 +68,6 @@ class Muon(AdamW):
     Updates are orthogonalised in bfloat16 if the model computes in bfloat16, else in float32.
     """
 
-    @torch.no_grad()
     def __init__(
         self,
         groups: list[dict[str, Any]],
@@ -77,11 +84,10 @@ class Muon(AdamW):
         if compiled and self.muon_group["params"][0].is_cuda:  # a third of the memory traffic
             self.add_momentum = compiled_if_possible(muon.add_momentum)
             self.scale_rows = compiled_if_possible(muon.scale_rows)
-        for parameter in self.muon_group["params"]:
-            self.state[parameter] = self.initial_state(parameter)
 
-    def initial_state(self, parameter: nn.Parameter) -> dict[str, Tensor]:
-        """Muon's state of a matrix before its first step."""
+    def initial_state(self, group: dict[str, Any], parameter: nn.Parameter) -> dict[str, Tensor]:
+        if not group.get("muon"):
+            return super().initial_state(group, parameter)
         wide = torch.promote_types(parameter.dtype, torch.float32)
         momentum = torch.zeros_like(parameter, dtype=wide)
         # start with the value for an orthogonal matrix, so the average needs no warm-up
@@ -111,7 +117,7 @@ class Muon(AdamW):
             return
         for parameter in used:
             if "momentum" not in self.state[parameter]:  # a new one, or you have cleared the state
-                self.state[parameter] = self.initial_state(parameter)
+                self.state[parameter] = self.initial_state(group, parameter)
         buffers = self.state[used[0]]["momentum"]
         # Tensors, because every new Python number would recompile the code. The device fills them,
         # because a copy from the host would wait for the backward pass.
@@ -214,18 +220,9 @@ def build_optimizer(
             f"optimizer={config['optimizer']} cannot train complex parameters: "
             f"{', '.join(unusable[:5])}; use torch.view_as_real, or another optimizer in train.py"
         )
-    for parameter in others:
-        optimizer.state[parameter] = adamw_state(parameter)
+    for group, parameter in members(optimizer):
+        optimizer.state[parameter] = optimizer.initial_state(group, parameter)
     return optimizer
-
-
-def adamw_state(parameter: nn.Parameter) -> dict[str, Tensor]:
-    """torch's initial state of AdamW for a parameter."""
-    return {
-        "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
-        "exp_avg": torch.zeros_like(parameter),
-        "exp_avg_sq": torch.zeros_like(parameter),
-    }
 
 
 def hidden_matrices(model: nn.Module) -> list[nn.Parameter]:
@@ -235,9 +232,14 @@ def hidden_matrices(model: nn.Module) -> list[nn.Parameter]:
     return [p for p in found if p.dim() == 2 and p.requires_grad and p not in tables]
 
 
+def members(optimizer: torch.optim.Optimizer) -> list[tuple[dict[str, Any], nn.Parameter]]:
+    """All parameters, each with its group, in the order of the optimizer's state."""
+    return [(group, p) for group in optimizer.param_groups for p in group["params"]]
+
+
 def all_parameters(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
     """The parameters of all groups, in the order of the optimizer's state."""
-    return [p for group in optimizer.param_groups for p in group["params"]]
+    return [parameter for _, parameter in members(optimizer)]
 
 
 def optimizer_name(optimizer: torch.optim.Optimizer) -> str:
@@ -268,11 +270,9 @@ def load_state(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
         more = {name: value for name, value in saved.items() if name != "kind"}
         optimizer.load_state_dict(more | {"state": states, "param_groups": settings})
         return
-    matrices = {p for group in optimizer.param_groups if group.get("muon") for p in group["params"]}
-    for i, parameter in enumerate(parameters):
+    for i, (group, parameter) in enumerate(members(optimizer)):
         if parameter not in optimizer.state and i in states:  # of a group that you added
-            make = optimizer.initial_state if parameter in matrices else adamw_state
-            optimizer.state[parameter] = make(parameter)
+            optimizer.state[parameter] = optimizer.initial_state(group, parameter)
         state = optimizer.state.get(parameter, {})
         try:
             found = {name: (tensor.shape, tensor.dtype) for name, tensor in states[i].items()}

@@ -183,9 +183,10 @@ class RunLog:
         self.write(entry)
 
     def write(self, entry: dict[str, Any]) -> None:
+        entry = {k: v.item() if hasattr(v, "item") else v for k, v in entry.items()}  # of tensors
         entry = {  # JSON has no infinity
             key: None if isinstance(value, float) and not math.isfinite(value) else value
-            for key, value in ((k, v.item() if hasattr(v, "item") else v) for k, v in entry.items())
+            for key, value in entry.items()
         }
         if self.keeps_metrics:
             try:

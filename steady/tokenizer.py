@@ -476,12 +476,12 @@ def hf_tokenizer_meta(folder: Path) -> dict[str, Any]:
     vocabulary = tokenizer.tokenizer.get_vocab(with_added_tokens=True)
     settings = read_json(folder / "tokenizer_config.json")
 
-    def id_of(key: str, content: dict[str, Any]) -> int | None:
-        token = content.get(key)
-        token = token.get("content") if isinstance(token, dict) else token
-        return vocabulary.get(token) if isinstance(token, str) else None
+    special = read_json(folder / "special_tokens_map.json")
 
-    require_all_tokens(folder, settings, vocabulary)
+    def id_of(key: str, content: dict[str, Any]) -> int | None:
+        return vocabulary.get(spelling(content.get(key)))
+
+    require_all_tokens(folder, (settings, special), vocabulary)
     ends = []
     for name in ("config.json", "generation_config.json"):
         found = read_json(folder / name).get("eos_token_id")
@@ -493,18 +493,17 @@ def hf_tokenizer_meta(folder: Path) -> dict[str, Any]:
                 )
             ends.append(id)
     before, after = added_by_template(tokenizer)
-    named = [id_of("eos_token", settings)]
-    named.append(id_of("eos_token", read_json(folder / "special_tokens_map.json")))
+    named = [id_of("eos_token", content) for content in (settings, special)]
     if named := [id for id in named if id is not None]:
         # a config.json may have transformers' default ids, which this tokenizer gives to letters
-        special = {*tokenizer.tokenizer.get_added_tokens_decoder(), *named}
-        special -= {*before, id_of("unk_token", settings)} - {*named}
-        for id in dict.fromkeys(id for id in ends if id not in special):
+        added = {*tokenizer.tokenizer.get_added_tokens_decoder()}
+        usable = (added - {*before, id_of("unk_token", settings)}) | {*named}
+        for id in dict.fromkeys(id for id in ends if id not in usable):
             print(
                 f"note: eos_token_id={id} in {folder} is {tokenizer.tokenizer.id_to_token(id)!r}, "
                 f"which ends no text: ignored for {tokenizer.tokenizer.id_to_token(named[0])!r}"
             )
-        ends = [id for id in ends if id in special] + named
+        ends = [id for id in ends if id in usable] + named
     ends = list(dict.fromkeys(ends))
     ends += after[:1] if not ends else []
     if len(before) > 1:
@@ -523,18 +522,26 @@ def hf_tokenizer_meta(folder: Path) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def require_all_tokens(folder: Path, settings: dict[str, Any], vocabulary: dict[str, int]) -> None:
-    """Raises UserError if transformers would add tokens that tokenizer.json lacks, from any of the
-    places where folders keep them."""
+def spelling(token: Any) -> str | None:
+    """The text of a token in one of transformers' files, where it may be an object."""
+    token = token.get("content") if isinstance(token, dict) else token
+    return token if isinstance(token, str) else None
+
+
+def require_all_tokens(
+    folder: Path, contents: tuple[dict[str, Any], ...], vocabulary: dict[str, int]
+) -> None:
+    """Raises UserError if transformers would add tokens that tokenizer.json lacks, from
+    added_tokens.json or from the `contents` of other files."""
     found = [*read_json(folder / "added_tokens.json")]
     keys = "added_tokens_decoder", "additional_special_tokens", "extra_special_tokens", "eos_token"
-    for content in (settings, read_json(folder / "special_tokens_map.json")):
+    for content in contents:
         for tokens in (content.get(key) for key in keys):
             if isinstance(tokens, dict) and "content" not in tokens:
                 tokens = [*tokens.values()]
             found += tokens if isinstance(tokens, list) else [tokens]
-    names = (token.get("content") if isinstance(token, dict) else token for token in found)
-    if lacking := [n for n in dict.fromkeys(names) if isinstance(n, str) and n not in vocabulary]:
+    names = dict.fromkeys(map(spelling, found))
+    if lacking := [name for name in names if name is not None and name not in vocabulary]:
         raise UserError(
             f"{folder / 'tokenizer.json'} lacks {reprlib.repr(lacking)}, which other files of the "
             "folder add: load the tokenizer with transformers' AutoTokenizer, and save it with "
