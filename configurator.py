@@ -71,7 +71,9 @@ RANGES = (
     )),
     ("at least 0 and below 1", lambda value: 0 <= value < 1, ("beta1", "beta2")),
     ("above 0 and at most 1", lambda value: 0 < value <= 1, ("top_p",)),
-    ("at least 0 and at most 1", lambda value: 0 <= value <= 1, ("smooth", "decay_fraction")),
+    ("at least 0 and at most 1", lambda value: 0 <= value <= 1, (
+        "smooth", "decay_fraction", "short_sequences",
+    )),
     ("above 0 and below 1", lambda value: 0 < value < 1, ("val_fraction",)),
     ("a 64-bit integer", lambda value: -(2**63) <= value < 2**63, ("seed",)),
 )  # fmt: skip
@@ -377,6 +379,8 @@ def check_values(values: dict[str, Any]) -> None:
             f"min_lr={values['min_lr']} must be at most learning_rate={values['learning_rate']}: "
             "use --min_lr=0.0, or a tenth of the rate"
         )
+    if values.get("short_sequences") and values.get("block_size", 0) % 2:
+        raise UserError(f"short_sequences needs an even block_size, not {values['block_size']}")
 
 
 def shown(value: Any) -> str:

@@ -51,6 +51,7 @@ verify_data = False  # check the data files against meta.json's checksums first
 batch_size = 12  # sequences per micro-batch; split if out of memory (same global batch)
 gradient_accumulation_steps = 40  # micro-batches per iteration, in total for all GPUs
 block_size = 1024  # context length: tokens per sequence
+short_sequences = 0.0  # share of the run that first trains on halves of the sequences (faster)
 seed = 1337  # for initial weights, data order and dropout
 # model
 n_layer = 12  # transformer blocks
@@ -152,6 +153,7 @@ static_gradients = optim.StaticGradients(parameters, plan.cuda_graphs)
 # batch to fit into memory changes neither number
 sequences_per_iter = batch_size * gradient_accumulation_steps
 eval_sequences = eval_iters * batch_size
+short_iters = round(short_sequences * (lr_decay_iters or max_iters))  # iterations on halves
 iter_num, best_val_loss = start.iter_num, start.best_val_loss
 # keeps the position in the data if a resume changes the global batch size
 data_offset = start.sequences - iter_num * sequences_per_iter
@@ -170,16 +172,22 @@ log.settings(config, __file__)
 
 # -----------------------------------------------------------------------------
 # the parts of the training loop
-def forward_backward(model: torch.nn.Module, micro_batches: Iterable) -> torch.Tensor:
+def forward_backward(model: torch.nn.Module, micro_batches: Iterable, halve: bool) -> torch.Tensor:
     """Accumulate the gradients of `micro_batches`, which are pairs (tokens, targets) of shape
-    (batch, block_size). Return their share of the iteration's mean loss (scalar)."""
+    (batch, block_size). Return their share of the iteration's mean loss (scalar).
+
+    halve: train on the two halves of each sequence as on two sequences.
+    """
     set_second_target(raw_model, iter_num, config)  # here, so that the trial step has it too
     loss = torch.zeros((), device=process.device)  # a tensor that no CUDA graph overwrites
     for tokens, targets in micro_batches:
+        share = len(tokens) / sequences_per_iter
+        if halve:
+            tokens, targets = (x.view(-1, block_size // 2) for x in (tokens, targets))
         if plan.cuda_graphs:
             torch.compiler.cudagraph_mark_step_begin()  # lets graphs reuse memory
         with autocast:
-            micro_loss = model(tokens, targets) * (len(tokens) / sequences_per_iter)
+            micro_loss = model(tokens, targets) * share
         scaler.scale(micro_loss).backward()
         static_gradients.keep()
         loss += micro_loss.detach()
@@ -211,7 +219,8 @@ def trial(micro_batch_size: int) -> torch.nn.Module:
     # CUDA graphs need 3 runs (warm up, record, replay), others 2 (create .grad, then add to it)
     runs = 0 if eval_only else 3 if plan.cuda_graphs else min(2, micro_steps)
     try:
-        forward_backward(model, [(tokens, targets)] * runs)
+        for halve in (True, False) if iter_num < short_iters else (False,):
+            forward_backward(model, [(tokens, targets)] * runs, halve)
         if eval_interval or eval_only:
             with averages.blended():
                 evaluate(model, [(tokens, targets, 1.0)])
@@ -311,7 +320,8 @@ with saving:
 
         # ---- forward and backward ---------------------------------------------
         torch.manual_seed(hash((seed, iter_num, process.rank)))  # a resume gets the same dropout
-        loss = forward_backward(model, islice(micro_batches, micro_steps))
+        halve = iter_num < short_iters  # with short_sequences
+        loss = forward_backward(model, islice(micro_batches, micro_steps), halve)
         distributed.sum_gradients(process, raw_model)  # also broadcasts rank 0's buffers
 
         # ---- clip and step ----------------------------------------------------

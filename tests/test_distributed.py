@@ -110,7 +110,7 @@ def alone(sums, tmp_path_factory):
 
 
 MUON = ["--optimizer=muon", "--learning_rate=5e-3", "--n_layer=3", "--average_weights=True",
-        "--second_target=0.5", "--eval_interval=4"]  # fmt: skip
+        "--second_target=0.5", "--short_sequences=0.3", "--eval_interval=4"]  # fmt: skip
 
 
 @pytest.fixture(scope="module")

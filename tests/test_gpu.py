@@ -1054,6 +1054,19 @@ def test_f03_samples_do_not_disturb_the_loss_curve_under_cuda_graphs(data, tmp_p
     assert with_samples["losses"] == pytest.approx(without["losses"], abs=1e-3)
 
 
+def test_f03_f04_halves_of_sequences_are_compiled_in_the_trial_step(data, tmp_path):
+    ways = {"eager": "--compile=False", "default": "--compile_mode=default",
+            "graphs": "--compile_mode=reduce-overhead"}  # fmt: skip
+    with ThreadPoolExecutor(3) as pool:
+        jobs = {name: pool.submit(train, data, tmp_path / name, way, "--short_sequences=0.4")
+                for name, way in ways.items()}  # fmt: skip
+        found = {name: job.result() for name, job in jobs.items()}
+    for name in ("default", "graphs"):
+        assert max(map(abs_difference, found[name]["losses"], found["eager"]["losses"])) < TOLERANCE
+        assert len({evaluation["graphs"] for evaluation in found[name]["seen"]}) == 1
+    assert found["graphs"]["skips"] == 0 < found["graphs"]["recorded"] <= 12
+
+
 def test_f16_float16_trains_with_its_scaler(data, tmp_path):
     found = train(data, tmp_path, "--dtype=float16")
     assert found["losses"][-1] < found["losses"][0] - 1.0

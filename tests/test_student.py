@@ -3,7 +3,6 @@ of the student's code. They are applied to copies of both files and run with Ada
 two processes, one and two micro-batches, eager and compiled (test_gpu.py adds CUDA graphs)."""
 
 import importlib.util
-import inspect
 import os
 import re
 import runpy
@@ -410,22 +409,6 @@ def plain_losses(sums, tmp_path_factory):
     )  # fmt: skip
     assert process.wait(100) == 0, (out / "output.txt").read_text()
     return losses(out)
-
-
-@pytest.fixture
-def traced(monkeypatch):
-    """Only run torch.compile's first stage, dynamo, since it is the one that traces the student's
-    code. The rest takes seconds per edit (test_model.py and test_gpu.py run it)."""
-    compile = torch.compile
-
-    def trace(part, mode):
-        module = getattr(inspect.unwrap(part), "__self__", part)
-        if type(module).__name__ == "LinearCrossEntropy":  # our code, and a third of the time
-            return part
-        return compile(part, backend="eager")
-
-    monkeypatch.setattr(torch, "compile", trace)
-    torch._dynamo.reset()
 
 
 @pytest.mark.parametrize("name", EDITS)

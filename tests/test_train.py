@@ -156,6 +156,41 @@ def test_f21_logged_loss_is_the_mean_over_micro_steps(run, sums, tmp_path, monke
     assert losses(tmp_path)[0] != pytest.approx(seen[-1], abs=1e-6)  # nanoGPT logs this one
 
 
+def test_short_sequences_are_the_halves_of_the_same_sequences(run, sums, tmp_path, monkeypatch):
+    seen, forward = [], model_file.GPT.forward
+
+    def recording(self, tokens, targets=None, cache=None):
+        if self.training:
+            seen.append((tokens, targets))
+        return forward(self, tokens, targets, cache)
+
+    monkeypatch.setattr(model_file.GPT, "forward", recording)
+    more = "--max_iters=4", "--lr_decay_iters=4", "--eval_interval=0"
+    train(run, tmp_path / "whole", sums, *more)
+    whole, seen[:] = seen[-4:], []
+    train(run, tmp_path / "halves", sums, *more, "--short_sequences=0.5")
+    assert [tuple(tokens.shape) for tokens, _ in seen[:-4]] == [(8, 8), (4, 16)]  # the trial step
+    assert [tuple(tokens.shape) for tokens, _ in seen[-4:]] == [(8, 8)] * 2 + [(4, 16)] * 2
+    for one, other in zip(whole, seen[-4:], strict=True):
+        assert all(torch.equal(a, b.reshape(4, 16)) for a, b in zip(one, other, strict=True))
+    first, other = losses(tmp_path / "whole"), losses(tmp_path / "halves")
+    assert first[0] != other[0] and first[0] == pytest.approx(other[0], abs=0.05)
+    with pytest.raises(ValueError, match="short_sequences needs an even block_size, not 15"):
+        train(run, tmp_path, sums, "--short_sequences=0.5", "--block_size=15")
+
+
+def test_both_lengths_are_compiled_in_the_trial_step(run, sums, tmp_path, traced):
+    """Without this the run would stall, or run out of memory, in the middle."""
+    counts = []
+    for steps in (2, 4):  # before and after the change of length
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        train(run, tmp_path, sums, "--compile=True", "--short_sequences=0.5", "--lr_decay_iters=4",
+              f"--max_iters={steps}", "--eval_interval=0")  # fmt: skip
+        counts.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+    assert counts == [4, 4]  # block and last norm, for two lengths
+
+
 def test_overfits_a_data_set_of_one_window(run, tmp_path):
     from steady.prepare import write_dataset
     from steady.tokenizer import CharTokenizer
@@ -290,7 +325,9 @@ def test_f72_only_a_second_ctrl_c_kills_a_run_that_is_saving(fork, sums, tmp_pat
     assert checkpoint.load(tmp_path / "ckpt.pt")["iter_num"] > 0
 
 
-@pytest.mark.parametrize("more", ["--dtype=float32", "--dtype=float16", "--optimizer=muon"])
+@pytest.mark.parametrize(
+    "more", ["--dtype=float32", "--dtype=float16", "--optimizer=muon", "--short_sequences=0.25"]
+)
 def test_f22_interrupted_and_resumed_equals_uninterrupted_bit_for_bit(run, sums, tmp_path, more):
     more = ["--dropout=0.1", "--gradient_accumulation_steps=2", more]
     train(run, tmp_path / "whole", sums, *more)
