@@ -31,7 +31,7 @@ from steady import UserError, checkpoint
 from steady.checkpoint import Start
 from steady.dataloader import DataSet
 from steady.folder import atomic_write, require_file
-from steady.generate import probe_tokens, same_logits
+from steady.generate import logits_of, probe_tokens, same_logits
 from steady.hardware import choose_dtype
 from steady.tokenizer import (
     TEMPLATES,
@@ -295,7 +295,7 @@ def require_llama(model: GPT, vocab_size: int, path: Path) -> None:
     config = model.config
     T = min(config.block_size, 2048)
     tokens = probe_tokens(T, min(vocab_size, config.vocab_size))  # (T,)
-    found = model.eval()(tokens[None])[0]  # (T, V)
+    found = logits_of(model.eval(), tokens[None])[0]  # (T, V)
     try:
         same = same_logits(llama_logits(model.state_dict(), config, tokens), found, 1e-3)
     except (KeyError, RuntimeError):  # it lacks a weight, or has one of another shape

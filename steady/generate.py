@@ -10,6 +10,7 @@ import math
 import sys
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -131,7 +132,7 @@ def generate(
     else:
         print("note: a KV cache changes this model's output: sampling without one, which is slow",
               file=sys.stderr)  # fmt: skip
-    step = model if cache is None else partial(model, cache=cache)
+    step = partial(logits_of, model, **({} if cache is None else {"cache": cache}))
     decode = None  # the recorded step for a single token
     held, context = 0, tokens[:, -size:]
     for _ in range(max_new_tokens):
@@ -154,6 +155,12 @@ def generate(
     return tokens
 
 
+def logits_of(model: GPT, tokens: Tensor, **more: Any) -> Tensor:
+    """The model's logits (B, T, V). An edited one may return (logits, loss), as nanoGPT's does."""
+    found = model(tokens, **more)
+    return found[0] if isinstance(found, tuple) else found
+
+
 def cache_is_exact(model: GPT, vocab_size: int, length: int) -> bool:
     """Whether the model's last logits for `length` tokens (at most 2,048, to save memory) are the
     same with a KV cache. They differ if attention was edited but KVCache was not, or if other
@@ -166,10 +173,10 @@ def cache_is_exact(model: GPT, vocab_size: int, length: int) -> bool:
     tokens = probe_tokens(T, vocab_size).to(weight.device)[None]  # (1, T)
     dtype = compute_dtype(weight)  # with autocast and fsdp it differs from the weights' dtype
     cache = KVCache(model.config, 1, T, weight.device, dtype)
-    whole = model(tokens)[0, -1]
+    whole = logits_of(model, tokens)[0, -1]
     try:
         model(tokens[:, :-1], cache=cache)
-        cached = model(tokens[:, -1:], cache=cache)[0, -1]
+        cached = logits_of(model, tokens[:, -1:], cache=cache)[0, -1]
     except torch.OutOfMemoryError:
         raise
     except Exception:  # an edited model adds positions, for example

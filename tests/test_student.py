@@ -79,6 +79,14 @@ EDITS = {
          ("        self.n_kv_head = self.n_kv_head or self.n_head\n", ""),
          ("        if self.n_head % self.n_kv_head:", "        if False:"),
          ("= config.n_head, config.n_kv_head", "= config.n_head, config.n_head"))),
+    "logits_and_loss_as_in_nanogpt": Edit(
+        ((LOSS, LOSS.replace("return ", "return None, ")),
+         ("        return self.lm_head(x if cache is None else x[:, -1:])",
+          "        return self.lm_head(x if cache is None else x[:, -1:]), None")),
+        (("micro_loss = model(tokens, targets) * share",
+          "micro_loss = model(tokens, targets)[1] * share"),
+         ("weight * model(tokens, targets)", "weight * model(tokens, targets)[1]")),
+        changes_loss=False),
     "own_schedule": Edit(train=(
         (SCHEDULE, "        lr = learning_rate * 0.9**iter_num\n"
                    "        for group in opt.param_groups:\n            group['lr'] = lr"),)),
