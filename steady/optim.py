@@ -4,6 +4,7 @@ Any torch optimizer can replace ours.
 """
 
 import contextlib
+import inspect
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -104,7 +105,7 @@ class Muon(AdamW):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
-        super().step()
+        inspect.unwrap(torch.optim.AdamW.step)(self)  # super().step() may call step hooks again
         for group in self.param_groups:
             if group.get("muon"):
                 self.update_matrices(group)

@@ -162,6 +162,17 @@ def test_a_group_can_have_its_own_share_of_the_rate():
     assert [group["lr"] for group in optimizer.param_groups] == [0.5, pytest.approx(0.05)]
 
 
+def test_muon_calls_step_hooks_once():
+    """Making any AdamW of torch's lets its class's step call the hooks too."""
+    torch.optim.AdamW([nn.Parameter(torch.ones(1))])
+    model, called = GPT(GPTConfig(block_size=8, vocab_size=64, n_layer=1, n_embd=32, n_head=2)), []
+    config = {"optimizer": "muon", "learning_rate": 0.1, "beta1": 0.9, "beta2": 0.95}
+    optimizer = build_optimizer(model, config | {"weight_decay": 0.0})
+    optimizer.register_step_post_hook(lambda *_: called.append(1))
+    optimizer.step()
+    assert called == [1]
+
+
 def test_muon_trains_every_group_of_matrices_whatever_their_state():
     torch.manual_seed(0)
     model = nn.Sequential(nn.ModuleList(nn.Linear(4, 4, bias=False) for _ in range(2)))
