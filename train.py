@@ -183,7 +183,7 @@ def forward_backward(model: torch.nn.Module, micro_batches: Iterable, halve: boo
     for tokens, targets in micro_batches:
         share = len(tokens) / sequences_per_iter
         if halve:
-            tokens, targets = (x.view(-1, block_size // 2) for x in (tokens, targets))
+            tokens, targets = (x.unflatten(1, (2, -1)).flatten(0, 1) for x in (tokens, targets))
         if plan.cuda_graphs:
             torch.compiler.cudagraph_mark_step_begin()  # lets graphs reuse memory
         with autocast:
@@ -323,6 +323,7 @@ with saving:
         halve = iter_num < short_iters  # with short_sequences
         loss = forward_backward(model, islice(micro_batches, micro_steps), halve)
         distributed.sum_gradients(process, raw_model)  # also broadcasts rank 0's buffers
+        torch.manual_seed(hash((seed, iter_num)))  # for your edits below: the same on all ranks
 
         # ---- clip and step ----------------------------------------------------
         scaler.unscale_(opt)

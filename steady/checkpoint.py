@@ -573,18 +573,21 @@ def check_weights(weights: dict[str, Tensor], expected: dict[str, Tensor], compl
     """Raises UserError if `weights` do not match the state dict `expected`. The message begins with
     `complaint` and lists the tensors that differ."""
     differing = sorted(map(str, weights.keys() ^ expected.keys())) or [
-        name for name, tensor in weights.items() if described(tensor) != described(expected[name])
+        f"{name} ({' is not '.join(map(kind_of, (tensor, expected[name])))})"
+        for name, tensor in weights.items()
+        if kind_of(tensor) != kind_of(expected[name])
     ]
     if differing:
         more = f" and {len(differing) - 5} more" if len(differing) > 5 else ""
         raise UserError(f"{complaint} {', '.join(differing[:5])}{more}")
 
 
-def described(value: Any) -> tuple | None:
-    """The properties that a saved tensor shares with the model's; None for other state."""
+def kind_of(value: Any) -> str:
+    """The properties that a saved tensor shares with the model's, in words; "" for other state."""
     if not isinstance(value, Tensor):
-        return None
-    return value.is_floating_point(), value.is_complex(), value.shape
+        return ""
+    kind = "float" if value.is_floating_point() else "complex" if value.is_complex() else "integer"
+    return f"{kind} {[*value.shape]}"
 
 
 def check_finite(

@@ -158,7 +158,7 @@ def generate(
 def logits_of(model: GPT, tokens: Tensor, **more: Any) -> Tensor:
     """The model's logits (B, T, V). An edited one may return (logits, loss), as nanoGPT's does."""
     found = model(tokens, **more)
-    return found[0] if isinstance(found, tuple) else found
+    return found[0] if isinstance(found, tuple | list) else found
 
 
 def cache_is_exact(model: GPT, vocab_size: int, length: int) -> bool:
@@ -198,6 +198,8 @@ def probe_tokens(length: int, vocab_size: int) -> Tensor:
 def same_logits(found: Tensor, expected: Tensor, tolerance: float) -> bool:
     """Whether the root mean square of the difference is at most `tolerance` standard deviations of
     `expected`. False for NaN."""
+    if found.shape != expected.shape:
+        return False
     found, expected = found.float(), expected.float()
     return bool((found - expected).square().mean().sqrt() <= tolerance * expected.std() + 1e-6)
 

@@ -380,7 +380,7 @@ WRONG_CONTENT = [  # key, change, message of sample.py and convert.py, message o
         lambda model: {},
         "does not fit model.py and its model_config in blocks.0.*and 16 more",
     ),
-    ("model", reshaped, "does not fit model.py and its model_config in lm_head.weight"),
+    ("model", reshaped, "model_config in lm_head.weight .float .*is not float"),
     ("model", lambda model: model | {"lm_head.weight": "x"}, "model_config in lm_head.weight"),
     ("model", lambda model: without(model, "final_norm.weight"), "model_config in final_norm.wei"),
     ("model_config", lambda config: config | {"heads": 2}, "model_config: unknown heads"),
