@@ -19,6 +19,7 @@ from torch.nn import functional as F
 from model import GPT, GPTConfig
 from steady import UserError, hardware
 from steady.dataloader import DataSet, TokenFile, eval_batches
+from steady.distributed import reshard
 from steady.loss import compute_dtype
 from steady.tokenizer import from_meta
 
@@ -273,6 +274,7 @@ def sample_while_training(
             generator=generator,
         )  # fmt: skip
     model.train()
+    reshard(model)  # with fsdp: drop gathered weights
     # Sampling leaves cached blocks in sizes that training cannot use. (Without CUDA: a no-op.)
     torch.cuda.empty_cache()
     return tokenizer.decode(out[0].tolist())

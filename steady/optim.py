@@ -46,6 +46,12 @@ class AdamW(torch.optim.AdamW):
         for name in ("grad_scale", "found_inf"):
             vars(self).pop(name, None)
 
+    def state_dict(self) -> dict[str, Any]:
+        """As in torch, but without parameters that you have removed from the groups."""
+        for parameter in self.state.keys() - {*all_parameters(self)}:
+            del self.state[parameter]
+        return super().state_dict()
+
     def initial_state(self, group: dict[str, Any], parameter: nn.Parameter) -> dict[str, Tensor]:
         """The state of a parameter of `group` before its first step, as torch makes it."""
         return {
@@ -315,7 +321,9 @@ class StaticGradients:
         """Call after every backward pass."""
         for parameter in self.parameters:
             gradient, own = parameter.grad, self.kept.get(parameter)
-            if gradient is None or gradient is own:
+            if not parameter.requires_grad:  # frozen in mid-run: no update, not even for momentum
+                parameter.grad = None
+            if parameter.grad is None or gradient is own:
                 continue
             if own is None:
                 own = self.kept[parameter] = gradient.clone()
@@ -368,18 +376,17 @@ class AveragedWeights:
     @contextlib.contextmanager
     def blended(self) -> Iterator[None]:
         """In the `with` block the model has the blended weights, if averages are enabled."""
-        if not self.averages:
-            yield
-            return
         averages, weights = self.shards()
         current = [weight.clone() for weight in weights]
         try:
-            reshard(self.model)  # with fsdp: drop gathered copies of the old weights
-            torch._foreach_lerp_(weights, averages, AVERAGE_SHARE)
+            if weights:
+                reshard(self.model)  # with fsdp: drop gathered copies of the old weights
+                torch._foreach_lerp_(weights, averages, AVERAGE_SHARE)
             yield
         finally:
-            reshard(self.model)
-            torch._foreach_copy_(weights, current)
+            reshard(self.model)  # an evaluation leaves gathered copies, too
+            if weights:
+                torch._foreach_copy_(weights, current)
 
 
 @torch.no_grad()

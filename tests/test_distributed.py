@@ -596,6 +596,16 @@ def divided():
     torch.distributed.destroy_process_group()
 
 
+def test_an_evaluation_leaves_no_gathered_weights(divided):
+    """Without the fix, code in the loop that reads or changes the weights gets copies of them."""
+    tokens = torch.zeros(1, 8, dtype=torch.int64)
+    distributed.keep_unsharded(divided)
+    with AveragedWeights(divided, enabled=False).blended(), torch.no_grad():
+        divided(tokens, tokens)
+        assert not all(distributed.is_sharded(p) for p in divided.parameters())
+    assert all(distributed.is_sharded(p) for p in divided.parameters())
+
+
 def test_blocks_are_exchanged_two_at_a_time_and_kept_weights_once(divided):
     tokens, gathers = torch.zeros(1, 8, dtype=torch.int64), []
     for _ in range(2):

@@ -1,4 +1,5 @@
 import copy
+import itertools
 
 import pytest
 import torch
@@ -160,6 +161,40 @@ def test_a_group_can_have_its_own_share_of_the_rate():
               "lr_decay_iters": 0, "max_iters": 9}  # fmt: skip
     assert optim.set_schedule(optimizer, 3, config) == 0.5
     assert [group["lr"] for group in optimizer.param_groups] == [0.5, pytest.approx(0.05)]
+
+
+ADAMW = {
+    "optimizer": "adamw",
+    "learning_rate": 0.1,
+    "beta1": 0.9,
+    "beta2": 0.95,
+    "weight_decay": 0.1,
+}
+
+
+def test_a_parameter_that_is_taken_out_of_the_groups_is_not_saved():
+    model = nn.Linear(4, 4)
+    optimizer = build_optimizer(model, ADAMW)
+    optimizer.param_groups[0]["params"] = []
+    assert [*optimizer.state_dict()["state"]] == [0]  # the bias
+
+
+def test_a_parameter_frozen_under_cuda_graphs_keeps_its_values_until_it_is_freed():
+    model = nn.Linear(4, 4, bias=False)
+    optimizer = build_optimizer(model, ADAMW)
+    gradients = optim.StaticGradients([model.weight], enabled=True)
+    values, places = [], set()
+    for step in range(6):
+        model.weight.requires_grad_(step not in (2, 3))
+        loss = model(torch.ones(1, 4)).sum() + torch.ones((), requires_grad=True)
+        loss.backward()
+        gradients.keep()
+        places |= {model.weight.grad.data_ptr()} if model.weight.grad is not None else set()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+        values.append(model.weight.detach().clone())
+    same = [torch.equal(a, b) for a, b in itertools.pairwise(values)]
+    assert same == [False, True, True, False, False] and len(places) == 1
 
 
 def test_muon_calls_step_hooks_once():
