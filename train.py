@@ -51,7 +51,7 @@ verify_data = False  # check the data files against meta.json's checksums first
 batch_size = 12  # sequences per micro-batch; split if out of memory (same global batch)
 gradient_accumulation_steps = 40  # micro-batches per iteration, in total for all GPUs
 block_size = 1024  # context length: tokens per sequence
-short_sequences = 0.0  # share of the run that first trains on halves of the sequences (faster)
+short_sequences = 0.0  # share of the run, from its start, with half-length sequences (faster)
 seed = 1337  # for initial weights, data order and dropout
 # model
 n_layer = 12  # transformer blocks

@@ -133,7 +133,7 @@ def generate(
     else:
         print("note: a KV cache changes this model's output: sampling without one, which is slow",
               file=sys.stderr)  # fmt: skip
-    step = partial(logits_of, model, **({} if cache is None else {"cache": cache}))
+    step = partial(logits_of, model) if cache is None else partial(logits_of, model, cache=cache)
     decode = None  # the recorded step for a single token
     held, context = 0, tokens[:, -size:]
     for _ in range(max_new_tokens):
