@@ -25,6 +25,7 @@ from configurator import configure
 from model import GPT, GPTConfig
 from steady import checkpoint, compiling, distributed, folder, hardware, memory, optim
 from steady.dataloader import DataLoader, DataSet, eval_batches
+from steady.distributed import reshard
 from steady.float8 import use_float8
 from steady.generate import sample_while_training
 from steady.optim import AveragedWeights, set_second_target
@@ -203,6 +204,7 @@ def evaluate(model: torch.nn.Module, batches: Iterable) -> torch.Tensor:
     for tokens, targets, weight in batches:
         with autocast:
             total += weight * model(tokens, targets)
+    reshard(raw_model)  # with fsdp: drop gathered weights, as a backward pass does
     model.train()
     return total
 

@@ -274,7 +274,7 @@ def sample_while_training(
             generator=generator,
         )  # fmt: skip
     model.train()
-    reshard(model)  # with fsdp: drop gathered weights
+    reshard(model)  # as after an evaluation
     # Sampling leaves cached blocks in sizes that training cannot use. (Without CUDA: a no-op.)
     torch.cuda.empty_cache()
     return tokenizer.decode(out[0].tolist())

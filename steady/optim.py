@@ -320,10 +320,10 @@ class StaticGradients:
     def keep(self) -> None:
         """Call after every backward pass."""
         for parameter in self.parameters:
-            gradient, own = parameter.grad, self.kept.get(parameter)
             if not parameter.requires_grad:  # frozen in mid-run: no update, not even for momentum
                 parameter.grad = None
-            if parameter.grad is None or gradient is own:
+            gradient, own = parameter.grad, self.kept.get(parameter)
+            if gradient is None or gradient is own:
                 continue
             if own is None:
                 own = self.kept[parameter] = gradient.clone()
@@ -376,17 +376,18 @@ class AveragedWeights:
     @contextlib.contextmanager
     def blended(self) -> Iterator[None]:
         """In the `with` block the model has the blended weights, if averages are enabled."""
+        if not self.averages:
+            yield
+            return
         averages, weights = self.shards()
         current = [weight.clone() for weight in weights]
         try:
-            if weights:
-                reshard(self.model)  # with fsdp: drop gathered copies of the old weights
-                torch._foreach_lerp_(weights, averages, AVERAGE_SHARE)
+            reshard(self.model)  # with fsdp: drop gathered copies of the old weights
+            torch._foreach_lerp_(weights, averages, AVERAGE_SHARE)
             yield
         finally:
-            reshard(self.model)  # an evaluation leaves gathered copies, too
-            if weights:
-                torch._foreach_copy_(weights, current)
+            reshard(self.model)
+            torch._foreach_copy_(weights, current)
 
 
 @torch.no_grad()

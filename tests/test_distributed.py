@@ -577,6 +577,34 @@ def test_f15_with_fsdp_all_processes_split_by_the_estimate(launch, alone, tmp_pa
     assert_same_curve(tmp_path, alone)
 
 
+def test_an_evaluation_leaves_no_gathered_weights(launch, tmp_path):
+    """Without the fix, code in the loop that reads or changes the weights gets copies of them."""
+    code = (
+        ONE_HAS_LITTLE.replace("0.0008", "1.0")
+        + """
+import sys
+from model import GPT
+from steady import runlog
+forward, evaluation, gathered = GPT.forward, runlog.RunLog.evaluation, []
+def all_sharded(model):
+    return all(distributed.is_sharded(p) for p in model.parameters())
+def watched(self, *inputs):
+    out = forward(self, *inputs)
+    if not self.training:
+        gathered.append(not all_sharded(self))
+    return out
+def look(self, *arguments):
+    assert gathered and all(gathered)
+    assert all_sharded(sys._getframe(1).f_globals["raw_model"])
+    print("looked")
+    evaluation(self, *arguments)
+GPT.forward, runlog.RunLog.evaluation = watched, look
+"""
+    )
+    shown = launch(2, tmp_path, "--parallel=fsdp", "--eval_interval=4", code=code)
+    assert all("looked" in text for text in shown)
+
+
 def test_f21_fsdp_keeps_gathered_weights_where_there_is_room(launch, alone, tmp_path):
     plenty = ONE_HAS_LITTLE.replace("0.0008", "1.0")
     shown = launch(2, tmp_path, "--parallel=fsdp", code=plenty)
@@ -594,16 +622,6 @@ def divided():
     distributed.shard(model, Process(0, 0, 2, "fsdp"))
     yield model
     torch.distributed.destroy_process_group()
-
-
-def test_an_evaluation_leaves_no_gathered_weights(divided):
-    """Without the fix, code in the loop that reads or changes the weights gets copies of them."""
-    tokens = torch.zeros(1, 8, dtype=torch.int64)
-    distributed.keep_unsharded(divided)
-    with AveragedWeights(divided, enabled=False).blended(), torch.no_grad():
-        divided(tokens, tokens)
-        assert not all(distributed.is_sharded(p) for p in divided.parameters())
-    assert all(distributed.is_sharded(p) for p in divided.parameters())
 
 
 def test_blocks_are_exchanged_two_at_a_time_and_kept_weights_once(divided):

@@ -201,8 +201,7 @@ def test_muon_calls_step_hooks_once():
     """Making any AdamW of torch's lets its class's step call the hooks too."""
     torch.optim.AdamW([nn.Parameter(torch.ones(1))])
     model, called = GPT(GPTConfig(block_size=8, vocab_size=64, n_layer=1, n_embd=32, n_head=2)), []
-    config = {"optimizer": "muon", "learning_rate": 0.1, "beta1": 0.9, "beta2": 0.95}
-    optimizer = build_optimizer(model, config | {"weight_decay": 0.0})
+    optimizer = build_optimizer(model, ADAMW | {"optimizer": "muon"})
     optimizer.register_step_post_hook(lambda *_: called.append(1))
     optimizer.step()
     assert called == [1]
