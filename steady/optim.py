@@ -102,6 +102,16 @@ class Muon(AdamW):
         start = 1.0 / max(self.head_dims.get(parameter, rows), columns)
         return {"momentum": momentum, "row_mean_square": torch.full_like(momentum[:, :1], start)}
 
+    def stack_states(self) -> None:
+        """Keep the states of matrices that are updated together in one tensor, so that updates need
+        not copy them."""
+        for parameters, _ in stacks_of(self.muon_group["params"], self.head_dims):
+            states = [self.state[p] for p in parameters if not is_sharded(p)]
+            for name in states and states[0]:
+                parts = torch.stack([state[name] for state in states])
+                for state, part in zip(states, parts, strict=True):
+                    state[name] = part
+
     def _init_group(self, group: dict[str, Any], *lists: list[Tensor]) -> bool:
         return False if group.get("muon") else super()._init_group(group, *lists)
 
@@ -140,7 +150,7 @@ class Muon(AdamW):
             gradient = torch.stack(local_shards([p.grad for p in parameters]))
             momenta = local_shards([self.state[p]["momentum"] for p in parameters])
             mean_squares = local_shards([self.state[p]["row_mean_square"] for p in parameters])
-            buffer, mean_square = torch.stack(momenta), torch.stack(mean_squares)
+            buffer, mean_square = stacked(momenta), stacked(mean_squares)
             update = self.add_momentum(gradient, buffer, divisor, usable, momentum, self.dtype)
             del gradient
             whole_rows = parameters[0].shape[0] if is_sharded(parameters[0]) else None
@@ -148,7 +158,16 @@ class Muon(AdamW):
             change = self.scale_rows(update, mean_square, usable, lr)
             torch._foreach_mul_(weights, 1.0 - usable * decay)
             torch._foreach_sub_(weights, change.unbind())
-            torch._foreach_copy_(momenta + mean_squares, [*buffer, *mean_square])
+            if buffer is not momenta[0]._base:  # it is a copy
+                torch._foreach_copy_(momenta + mean_squares, [*buffer, *mean_square])
+
+
+def stacked(tensors: list[Tensor]) -> Tensor:
+    """The tensor (n, ...) whose slices `tensors` are, in this order, or else a copy of them."""
+    whole = tensors[0]._base
+    if whole is None or [t.data_ptr() for t in tensors] != [part.data_ptr() for part in whole]:
+        return torch.stack(tensors)
+    return whole
 
 
 def compiled_if_possible(function: Callable) -> Callable:
@@ -229,6 +248,8 @@ def build_optimizer(
         )
     for group, parameter in members(optimizer):
         optimizer.state[parameter] = optimizer.initial_state(group, parameter)
+    if uses_muon:
+        optimizer.stack_states()
     return optimizer
 
 

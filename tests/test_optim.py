@@ -489,6 +489,31 @@ def test_muons_state_is_resumed_and_another_optimizers_is_refused():
         load_state(optimizer, other.state_dict())
 
 
+def test_muons_states_need_no_copies_and_may_have_them():
+    """Whichever matrices are updated, and whatever has replaced their states."""
+    stacked, separate = both = [muon_for(tiny()) for _ in range(2)]
+    for state in separate.state.values():
+        state.update({name: value.clone() for name, value in state.items()})
+    for i in range(3):
+        for optimizer in both:
+            torch.manual_seed(i)
+            for parameter in optim.all_parameters(optimizer):
+                parameter.grad = torch.randn_like(parameter)
+            matrices = optimizer.muon_group["params"]
+            if i == 1:  # only some, and in another order
+                matrices.reverse()
+                matrices[0].grad = None
+            for parameters, _ in optim.stacks_of(matrices, optimizer.head_dims):
+                momenta = [optimizer.state[p]["momentum"] for p in parameters]
+                copied = optim.stacked(momenta) is not momenta[0]._base
+                assert copied == (optimizer is separate or i > 0 and len(momenta) > 1)
+            optimizer.step()
+    for a, b in zip(*map(optim.all_parameters, both), strict=True):
+        assert torch.equal(a, b)
+        states = stacked.state[a], separate.state[b]
+        assert all(map(torch.equal, *(state.values() for state in states)))
+
+
 def test_matrices_in_several_stacks_move_as_in_one(monkeypatch):
     models = []
     for elements in (2**26, 600):
