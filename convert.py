@@ -114,7 +114,8 @@ def translated(theirs: dict[str, Any]) -> dict[str, Any]:
         "is_causal": theirs.get("is_causal") is False,
         "attention_bias": theirs.get("attention_bias", False),
         "mlp_bias": theirs.get("mlp_bias", False),
-        f"hidden_act {theirs.get('hidden_act')}": theirs.get("hidden_act", "silu") != "silu",
+        f"hidden_act {theirs.get('hidden_act')}": theirs.get("hidden_act", "silu")
+        not in ("silu", "swish"),
         "quantization_config": theirs.get("quantization_config") is not None,
         "partial_rotary_factor": rope.get("partial_rotary_factor",
                                           theirs.get("partial_rotary_factor", 1.0)) != 1.0,

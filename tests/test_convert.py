@@ -79,13 +79,14 @@ def test_logits_equal_transformers_in_and_out(tmp_path, kind):
 
 
 def test_older_config_files_are_understood(tmp_path):
-    """Such files exist on the hub: rope_theta at the top, rope_scaling null, no head_dim."""
+    """Such files exist on the hub: rope_theta at the top, rope_scaling null, no head_dim, SiLU
+    by its other name."""
     model = theirs(rope_parameters={"rope_type": "default", "rope_theta": 5e5})
     model.save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     del config["rope_parameters"], config["head_dim"]
     (tmp_path / "config.json").write_text(
-        json.dumps(config | {"rope_theta": 5e5, "rope_scaling": None})
+        json.dumps(config | {"rope_theta": 5e5, "rope_scaling": None, "hidden_act": "swish"})
     )
     tokens = torch.randint(0, 96, (1, 32))
     with torch.no_grad():

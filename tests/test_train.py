@@ -177,6 +177,7 @@ def test_short_sequences_are_the_halves_of_the_same_sequences(run, sums, tmp_pat
     assert first[0] != other[0] and first[0] == pytest.approx(other[0], abs=0.05)
     with pytest.raises(ValueError, match="short_sequences needs an even block_size, not 15"):
         train(run, tmp_path, sums, "--short_sequences=0.5", "--block_size=15")
+    train(run, tmp_path, sums, "--short_sequences=0.5", "--block_size=15", "--eval_only=True")
 
 
 def test_both_lengths_are_compiled_in_the_trial_step(run, sums, tmp_path, traced):
