@@ -157,9 +157,12 @@ def generate(
 
 
 def logits_of(model: GPT, tokens: Tensor, **more: Any) -> Tensor:
-    """The model's logits (B, T, V). An edited one may return (logits, loss), as nanoGPT's does."""
+    """The model's logits (B, T, V). An edited one may return them with a loss, as nanoGPT's
+    does: (logits, loss)."""
     found = model(tokens, **more)
-    return found[0] if isinstance(found, tuple | list) else found
+    if not isinstance(found, tuple | list):
+        return found
+    return next(part for part in found if isinstance(part, Tensor) and part.dim() == 3)
 
 
 def cache_is_exact(model: GPT, vocab_size: int, length: int) -> bool:

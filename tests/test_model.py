@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from model import GPT, GPTConfig, RMSNorm, apply_rope, rope_tables
 from steady import compiling
 from steady import generate as generation
-from steady.generate import KVCache, draw, generate
+from steady.generate import KVCache, draw, generate, logits_of
 from steady.recompute import repeated_blocks, use_activation_checkpointing
 
 
@@ -651,3 +651,11 @@ def test_activation_checkpointing_recomputes_what_it_says():
         seen[kind] = count.counts
     assert [seen[k]["attention"] for k in ("none", "selective", "block")] == [3, 3, 6]
     assert seen["none"]["mm"] < seen["selective"]["mm"] == seen["block"]["mm"]
+
+
+@pytest.mark.parametrize("loss", [torch.zeros(()), None])
+def test_logits_are_found_beside_a_loss(loss):
+    """As nanoGPT's forward returns them, and as other models do."""
+    logits = torch.zeros(1, 2, 3)
+    for found in ((logits, loss), [loss, logits]):
+        assert logits_of(lambda _, found=found: found, None) is logits
