@@ -48,7 +48,7 @@ def add_momentum(
     divisor: divides the gradient (clipping); usable: 1, or 0 to ignore a gradient that is not
     finite. Returns the Nesterov update in `dtype`; bfloat16 is precise enough for a direction.
     """
-    gradient = (gradient / divisor).nan_to_num(0.0, 0.0, 0.0)
+    gradient = (gradient.to(buffer.dtype) / divisor).nan_to_num(0.0, 0.0, 0.0)
     buffer.lerp_(gradient, usable * (1.0 - momentum))
     return gradient.lerp(buffer, momentum).to(dtype)
 

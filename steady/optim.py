@@ -102,6 +102,10 @@ class Muon(AdamW):
         start = 1.0 / max(self.head_dims.get(parameter, rows), columns)
         return {"momentum": momentum, "row_mean_square": torch.full_like(momentum[:, :1], start)}
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """As in torch's Optimizer; AdamW's looks for a "step" in every state."""
+        torch.optim.Optimizer.__setstate__(self, state)
+
     def stack_states(self) -> None:
         """Keep the states of matrices that are updated together in one tensor, so that updates need
         not copy them."""
@@ -158,16 +162,19 @@ class Muon(AdamW):
             change = self.scale_rows(update, mean_square, usable, lr)
             torch._foreach_mul_(weights, 1.0 - usable * decay)
             torch._foreach_sub_(weights, change.unbind())
-            if buffer is not momenta[0]._base:  # it is a copy
-                torch._foreach_copy_(momenta + mean_squares, [*buffer, *mean_square])
+            for own, whole in ((momenta, buffer), (mean_squares, mean_square)):
+                if whole is not own[0]._base:  # it is a copy
+                    torch._foreach_copy_(own, whole.unbind())
 
 
 def stacked(tensors: list[Tensor]) -> Tensor:
     """The tensor (n, ...) whose slices `tensors` are, in this order, or else a copy of them."""
     whole = tensors[0]._base
-    if whole is None or [t.data_ptr() for t in tensors] != [part.data_ptr() for part in whole]:
-        return torch.stack(tensors)
-    return whole
+    if whole is not None and whole.dim() == tensors[0].dim() + 1:
+        own, slices = ([(t.data_ptr(), t.shape, t.stride()) for t in x] for x in (tensors, whole))
+        if own == slices:
+            return whole
+    return torch.stack(tensors)
 
 
 def compiled_if_possible(function: Callable) -> Callable:
@@ -189,11 +196,12 @@ def compiled_if_possible(function: Callable) -> Callable:
 def stacks_of(
     parameters: list[nn.Parameter], head_dims: dict[nn.Parameter, int]
 ) -> Iterator[tuple[list[nn.Parameter], int]]:
-    """Yield parameters of one shape, as many as Muon updates at once, and rows per head or 0."""
-    kinds: dict[tuple[torch.Size, int], list[nn.Parameter]] = {}
-    for parameter in parameters:
-        kinds.setdefault((parameter.shape, head_dims.get(parameter, 0)), []).append(parameter)
-    for (shape, head_dim), members in kinds.items():
+    """Yield parameters of one shape and dtype, as many as Muon updates at once, and rows per head
+    or 0."""
+    kinds: dict[tuple[torch.Size, torch.dtype, int], list[nn.Parameter]] = {}
+    for p in parameters:
+        kinds.setdefault((p.shape, p.dtype, head_dims.get(p, 0)), []).append(p)
+    for (shape, _, head_dim), members in kinds.items():
         n = max(1, MUON_ELEMENTS // max(1, shape.numel()))
         yield from ((members[i : i + n], head_dim) for i in range(0, len(members), n))
 
@@ -322,7 +330,10 @@ def load_state(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
             group |= {name: value for name, value in values.items() if name not in own}
     expected = sum(parameter in optimizer.state for parameter in parameters)
     if len(states) != expected:
-        raise UserError(f"optimizer state for {len(states)} parameters, not {expected}")
+        raise UserError(
+            f"optimizer state for {len(states)} parameters, not {expected}: if you add parameter "
+            "groups during training, add them before start.load_optimizer too"
+        )
 
 
 class StaticGradients:

@@ -384,16 +384,21 @@ def test_muon_multiplies_in_bfloat16_on_a_cpu_where_the_model_does(monkeypatch):
     assert 0 < error < 0.15, error  # from the smallest singular values
 
 
-def test_muon_trains_a_model_of_float64_weights():
-    moved = []
-    for dtype in (torch.float32, torch.float64):
+def test_muon_trains_weights_of_any_dtype():
+    moved, dtypes = [], (torch.float32, torch.float64, torch.bfloat16)
+    for dtype in dtypes:
         model = tiny().to(dtype)
         optimizer, weight = muon_for(model), model.blocks[0].mlp.up_proj.weight
         before = weight.detach().clone()
         take_step(model, optimizer)
         moved.append(weight.detach() - before)
-    assert optimizer.state[weight]["momentum"].dtype == moved[1].dtype == torch.float64
+        wide = torch.promote_types(dtype, torch.float32)
+        assert optimizer.state[weight]["momentum"].dtype == wide and moved[-1].dtype == dtype
     torch.testing.assert_close(moved[0].double(), moved[1], rtol=1e-2, atol=1e-5)
+    torch.testing.assert_close(moved[0], moved[2].float(), rtol=0.1, atol=1e-3)
+    mixed = nn.Sequential(nn.ModuleList(nn.Linear(4, 4, bias=False, dtype=d) for d in dtypes[:2]))
+    momenta = [state["momentum"].dtype for state in muon_for(mixed).state.values()]
+    assert momenta == [torch.float32, torch.float64]
 
 
 def test_muons_updates_have_the_size_of_adamws():
@@ -494,24 +499,42 @@ def test_muons_states_need_no_copies_and_may_have_them():
     stacked, separate = both = [muon_for(tiny()) for _ in range(2)]
     for state in separate.state.values():
         state.update({name: value.clone() for name, value in state.items()})
-    for i in range(3):
+    for i in range(4):
         for optimizer in both:
             torch.manual_seed(i)
             for parameter in optim.all_parameters(optimizer):
                 parameter.grad = torch.randn_like(parameter)
             matrices = optimizer.muon_group["params"]
-            if i == 1:  # only some, and in another order
+            if i == 1:  # queries: other mean squares; output projections: other strides
+                queries, outputs = optimizer.state[matrices[0]], optimizer.state[matrices[3]]
+                queries["row_mean_square"] = queries["row_mean_square"] / 2
+                outputs["momentum"] = outputs["momentum"].t()
+            if i == 2:  # only some, and in another order
                 matrices.reverse()
                 matrices[0].grad = None
-            for parameters, _ in optim.stacks_of(matrices, optimizer.head_dims):
-                momenta = [optimizer.state[p]["momentum"] for p in parameters]
-                copied = optim.stacked(momenta) is not momenta[0]._base
-                assert copied == (optimizer is separate or i > 0 and len(momenta) > 1)
+            stacks = optim.stacks_of(matrices, optimizer.head_dims)
+            momenta = [[optimizer.state[p]["momentum"] for p in stack] for stack, _ in stacks]
+            copied = [optim.stacked(parts) is not parts[0]._base for parts in momenta]
+            if i == 0:
+                assert all(copied) if optimizer is separate else not any(copied)
             optimizer.step()
     for a, b in zip(*map(optim.all_parameters, both), strict=True):
         assert torch.equal(a, b)
         states = stacked.state[a], separate.state[b]
         assert all(map(torch.equal, *(state.values() for state in states)))
+
+
+def test_muon_can_be_rolled_back():
+    model = tiny()
+    optimizer = muon_for(model)
+    take_step(model, optimizer)
+    kept = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    take_step(model, optimizer, 1)
+    first = [p.detach().clone() for p in model.parameters()]
+    model.load_state_dict(kept[0])
+    optimizer.load_state_dict(kept[1])
+    take_step(model, optimizer, 1)
+    assert all(map(torch.equal, first, model.parameters()))
 
 
 def test_matrices_in_several_stacks_move_as_in_one(monkeypatch):
