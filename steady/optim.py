@@ -106,15 +106,14 @@ class Muon(AdamW):
         """As in torch's Optimizer; AdamW's looks for a "step" in every state."""
         torch.optim.Optimizer.__setstate__(self, state)
 
-    def stack_states(self) -> None:
-        """Keep the states of matrices that are updated together in one tensor, so that updates need
-        not copy them."""
-        for parameters, _ in stacks_of(self.muon_group["params"], self.head_dims):
-            states = [self.state[p] for p in parameters if not is_sharded(p)]
-            for name in states and states[0]:
-                parts = torch.stack([state[name] for state in states])
-                for state, part in zip(states, parts, strict=True):
-                    state[name] = part
+    def stack_momenta(self) -> None:
+        """Keep the momenta of matrices that are updated together in one tensor, so that updates
+        need not copy them."""
+        whole = [p for p in self.muon_group["params"] if not is_sharded(p)]
+        for parameters, _ in stacks_of(whole, self.head_dims):
+            momenta = torch.stack([self.state[p]["momentum"] for p in parameters])
+            for parameter, momentum in zip(parameters, momenta, strict=True):
+                self.state[parameter]["momentum"] = momentum
 
     def _init_group(self, group: dict[str, Any], *lists: list[Tensor]) -> bool:
         return False if group.get("muon") else super()._init_group(group, *lists)
@@ -154,7 +153,7 @@ class Muon(AdamW):
             gradient = torch.stack(local_shards([p.grad for p in parameters]))
             momenta = local_shards([self.state[p]["momentum"] for p in parameters])
             mean_squares = local_shards([self.state[p]["row_mean_square"] for p in parameters])
-            buffer, mean_square = stacked(momenta), stacked(mean_squares)
+            buffer, mean_square = stacked(momenta), torch.stack(mean_squares)
             update = self.add_momentum(gradient, buffer, divisor, usable, momentum, self.dtype)
             del gradient
             whole_rows = parameters[0].shape[0] if is_sharded(parameters[0]) else None
@@ -162,9 +161,9 @@ class Muon(AdamW):
             change = self.scale_rows(update, mean_square, usable, lr)
             torch._foreach_mul_(weights, 1.0 - usable * decay)
             torch._foreach_sub_(weights, change.unbind())
-            for own, whole in ((momenta, buffer), (mean_squares, mean_square)):
-                if whole is not own[0]._base:  # it is a copy
-                    torch._foreach_copy_(own, whole.unbind())
+            torch._foreach_copy_(mean_squares, mean_square.unbind())
+            if buffer is not momenta[0]._base:  # it is a copy
+                torch._foreach_copy_(momenta, buffer.unbind())
 
 
 def stacked(tensors: list[Tensor]) -> Tensor:
@@ -257,7 +256,7 @@ def build_optimizer(
     for group, parameter in members(optimizer):
         optimizer.state[parameter] = optimizer.initial_state(group, parameter)
     if uses_muon:
-        optimizer.stack_states()
+        optimizer.stack_momenta()
     return optimizer
 
 

@@ -395,7 +395,7 @@ def test_muon_trains_weights_of_any_dtype():
         wide = torch.promote_types(dtype, torch.float32)
         assert optimizer.state[weight]["momentum"].dtype == wide and moved[-1].dtype == dtype
     torch.testing.assert_close(moved[0].double(), moved[1], rtol=1e-2, atol=1e-5)
-    torch.testing.assert_close(moved[0], moved[2].float(), rtol=0.1, atol=1e-3)
+    torch.testing.assert_close(moved[0], moved[2].float(), rtol=0.1, atol=5e-4)
     mixed = nn.Sequential(nn.ModuleList(nn.Linear(4, 4, bias=False, dtype=d) for d in dtypes[:2]))
     momenta = [state["momentum"].dtype for state in muon_for(mixed).state.values()]
     assert momenta == [torch.float32, torch.float64]
@@ -522,6 +522,8 @@ def test_muons_states_need_no_copies_and_may_have_them():
         assert torch.equal(a, b)
         states = stacked.state[a], separate.state[b]
         assert all(map(torch.equal, *(state.values() for state in states)))
+        if "row_mean_square" in states[0]:  # at first all rows have the same
+            assert states[0]["row_mean_square"].std() > 0
 
 
 def test_muon_can_be_rolled_back():
