@@ -27,6 +27,7 @@ FILES = ("ckpt.pt", "before_decay.pt", "best.pt", "metrics.jsonl")
 # errors of file systems that do not support an operation
 CANNOT = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EPERM, errno.ENOTTY)
 
+LFS_POINTER = b"version https://git-lfs.github.com/spec/"  # how such a file begins
 KEPT_ARCHIVES = 2  # archived runs in a folder
 MARK = ".archived"  # marks the folders that we created for them
 
@@ -104,11 +105,15 @@ def remove_temporary(folder: Path, names: Sequence[str]) -> None:
 
 def require_file(path: Path) -> None:
     """Raises UserError if `path` exists but is not a regular file: reading a FIFO or a device may
-    never end. (The same goes for some files in /proc, which look regular.)"""
+    never end. (The same goes for some files in /proc, which look regular.) Also raises it for what
+    `git clone` leaves in place of a large file if Git LFS is not installed."""
     if path.exists() and (not path.is_file() or str(path.resolve()).startswith("/proc/k")):
         raise UserError(
             f"{path} is a {'folder' if path.is_dir() else 'device or pipe'}, not a file"
         )
+    with contextlib.suppress(OSError), open(path, "rb") as file:
+        if file.read(len(LFS_POINTER)) == LFS_POINTER:
+            raise UserError(f"{path} is only a pointer to the file: run `git lfs pull` there")
 
 
 def hold_lock(out_dir: Path) -> None:

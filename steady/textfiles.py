@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 from steady import UserError
+from steady.folder import require_file
 from steady.output import shown
 from steady.tokenizer import Tokenizer, cut_text
 
@@ -122,7 +123,9 @@ def reading(path: Path) -> Iterator[tuple[BinaryIO, BinaryIO]]:
 
 
 def check_start(path: Path) -> None:
-    """Raises UserError unless a file begins as text, and not as rows under a wrong file name."""
+    """Raises UserError unless a file begins as text, and not as rows under a wrong file name. Of a
+    Parquet file it only checks that it is not a pointer (Git LFS)."""
+    require_file(path)
     kind = kind_of(path)
     if kind == "parquet":
         return
