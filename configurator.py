@@ -24,6 +24,7 @@ import re
 import signal
 import sys
 import textwrap
+import traceback
 import types
 from collections.abc import Iterator
 from itertools import takewhile, zip_longest
@@ -270,6 +271,8 @@ def run_config_file(
     ignored: dict[str, Setting],
 ) -> None:
     """Run a Python config file and copy its settings, except for `ignored` ones, to `config`."""
+    if not path:
+        raise UserError("an argument is empty: is a shell variable not set?")
     require_file(Path(path))
     namespace = {name: setting.default for name, setting in ignored.items()}
     namespace |= config | {"__file__": path}
@@ -281,8 +284,10 @@ def run_config_file(
         exec(compile(source, path, "exec"), namespace)
     except (Exception, SystemExit) as error:  # exiting is an error too
         hint = "" if os.path.exists(path) else " (a setting is written --key=value)"
+        frames = traceback.extract_tb(error.__traceback__)
+        lines = [f", line {frame.lineno}," for frame in frames if frame.filename == path]
         reason = f"{type(error).__name__}: {error}{hint}"
-        raise UserError(f"config file {path} failed: {reason}") from None
+        raise UserError(f"config file {path}{''.join(lines[-1:])} failed: {reason}") from None
     finally:
         sys.path.remove(folder)
         for name in set(sys.modules) - before:  # the next config may have another base
@@ -310,8 +315,12 @@ def run_config_file(
             )
 
 
+WITHOUT_EFFECT = (ast.Compare, ast.Dict, ast.Set, ast.Name, ast.Tuple, ast.BinOp, ast.BoolOp)
+
+
 def lines_without_effect(parsed: ast.Module) -> Iterator[ast.stmt]:
-    """Lines of a config file that are Python but set nothing: `n_layer: 6`, `n_layer == 6`."""
+    """Lines of a config file that are Python but set nothing, such as `n_layer: 6`, `n_layer == 6`
+    and `n_layer, 6`."""
     targets = [t for node in ast.walk(parsed) for t in getattr(node, "targets", ())]
     assigned = {getattr(target, "id", "") for target in targets}
     for node in parsed.body:
@@ -319,7 +328,7 @@ def lines_without_effect(parsed: ast.Module) -> Iterator[ast.stmt]:
             if getattr(node.target, "id", "") not in assigned:
                 yield node
     for node in ast.walk(parsed):
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Compare | ast.Dict | ast.Set):
+        if isinstance(node, ast.Expr) and isinstance(node.value, WITHOUT_EFFECT):
             yield node
 
 

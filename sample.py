@@ -50,8 +50,10 @@ dtype = hardware.choose_dtype(dtype, device)
 path = checkpoint.find(Path(out_dir), ckpt)
 saved = checkpoint.load(path)
 model = checkpoint.build(GPT, GPTConfig, saved, path)
+mixed = len({p.dtype for p in model.parameters() if p.is_floating_point()}) > 1  # your choice
 # model.to(device, dtype) would drop the imaginary part of complex buffers
-model._apply(lambda t: t.to(device, dtype if t.is_floating_point() else t.dtype)).eval()
+model._apply(lambda t: t.to(device, dtype if t.is_floating_point() and not mixed else t.dtype))
+model.eval()
 hardware.use_onednn(device, dtype, model.config.n_embd, model.config.block_size)
 tokenizer = checkpoint.tokenizer_of(saved, path)
 

@@ -8,6 +8,7 @@ tokenizer of the lowest validation loss.
 from __future__ import annotations
 
 import contextlib
+import inspect
 import io
 import json
 import math
@@ -480,7 +481,7 @@ def other_checkpoints(path: Path) -> str:
 def architecture(saved: dict[str, Any], kind: type[GPTConfig], path: Path) -> GPTConfig:
     """A checkpoint's model_config as a `kind`; raises UserError that names `path` and the key."""
     settings = saved["model_config"]  # settings newer than the checkpoint get their defaults
-    unknown = settings.keys() - kind().settings().keys()
+    unknown = settings.keys() - inspect.signature(kind).parameters.keys()
     try:
         if unknown:
             raise UserError(f"unknown {shown(', '.join(sorted(map(str, unknown))))}")

@@ -203,7 +203,17 @@ def compiled_parts(model: nn.Module) -> list[nn.Module]:
     left_out = (nn.ModuleList, nn.Sequential, nn.ModuleDict, nn.Linear, nn.Dropout)
     if not next(model.parameters()).is_cuda:
         left_out += (nn.Embedding,)
-    return blocks + [m for m in model.children() if not isinstance(m, left_out)] if blocks else []
+
+    def around(module: nn.Module) -> list[nn.Module]:
+        found = []
+        for child in module.children():
+            if not isinstance(child, nn.ModuleList | nn.Sequential) and repeated_blocks(child):
+                found += around(child)  # e.g. a module of your own that holds the blocks
+            elif not isinstance(child, left_out):
+                found.append(child)
+        return found
+
+    return blocks + around(model) if blocks else []
 
 
 def why_not_compiled(error: Exception) -> str:

@@ -59,6 +59,8 @@ def claim(out_dir: Path) -> None:
             pass
     except OSError as error:
         reason = "it is a file, not a folder" if out_dir.is_file() else error.strerror
+        if out_dir.is_symlink() and not out_dir.exists():
+            reason = f"it is a link to {os.readlink(out_dir)}, which does not exist"
         raise UserError(f"cannot write to {out_dir}: {reason}") from None
     try:
         flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0)

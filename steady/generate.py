@@ -8,7 +8,7 @@ import contextlib
 import inspect
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -158,10 +158,12 @@ def generate(
 
 def logits_of(model: GPT, tokens: Tensor, **more: Any) -> Tensor:
     """The model's logits (B, T, V). An edited one may return them with a loss, as nanoGPT's
-    does: (logits, loss)."""
+    does: (logits, loss); or in a dict or dataclass, as transformers' models do."""
     found = model(tokens, **more)
-    if not isinstance(found, tuple | list):
+    if isinstance(found, Tensor):
         return found
+    if not isinstance(found, tuple | list):
+        found = (found if isinstance(found, Mapping) else vars(found)).values()
     return next(part for part in found if isinstance(part, Tensor) and part.dim() == 3)
 
 

@@ -50,6 +50,8 @@ def rough_gib(config: dict[str, Any], sequences: int, process: Process) -> float
     for transformers is accurate to within a third: 12 n_layer n_embd^2 parameters of 16 bytes
     (weights, gradients and AdamW's two moments; 8 more to average weights; 4 for evaluation), and
     34 bytes per token, layer and unit of width (Korthikanti et al. 2022)."""
+    if not {"n_embd", "n_layer"} <= config.keys():  # you have renamed them
+        return 0.0
     width, layers, kind = (config[k] for k in ("n_embd", "n_layer", "activation_checkpointing"))
     parameters = 12 * layers * width**2 + config["vocab_size"] * width
     shards = process.world_size if process.shards_model else 1

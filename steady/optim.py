@@ -64,6 +64,11 @@ class AdamW(torch.optim.AdamW):
         has_complex = super()._init_group(group, *lists)
         for tensors in lists:  # parameters, gradients, moments
             tensors[:] = local_shards(tensors)
+        weights, gradients = lists[:2]
+        for i, (weight, gradient) in enumerate(zip(weights, gradients, strict=True)):
+            if weight.stride() != gradient.stride():  # one that you have set; on a CPU the fused
+                # kernel would pair the wrong elements
+                gradients[i] = torch.empty_like(weight, dtype=gradient.dtype).copy_(gradient)
         return has_complex
 
 
@@ -254,6 +259,9 @@ def build_optimizer(
             f"{', '.join(unusable[:5])}; use torch.view_as_real, or another optimizer in train.py"
         )
     for group, parameter in members(optimizer):
+        # a slice or an expanded tensor gets memory of its own, which the fused kernel needs
+        if torch.empty_like(parameter, device="meta").stride() != parameter.stride():
+            parameter.data = parameter.data.contiguous()
         optimizer.state[parameter] = optimizer.initial_state(group, parameter)
     if uses_muon:
         optimizer.stack_momenta()
@@ -433,6 +441,8 @@ def clip_gradients(optimizer: torch.optim.Optimizer, limit: float) -> Tensor:
     gradients = [p.grad for p in parameters if p.grad is not None]
     if not gradients:
         return torch.zeros((), device=parameters[0].device)
+    if any(gradient.is_sparse for gradient in gradients):
+        raise UserError("sparse gradients cannot be clipped: use nn.Embedding(..., sparse=False)")
     grad_norm = total_norm(gradients)
     divisor = (grad_norm / (limit or math.inf)).clamp(min=1.0)
     found_inf = (~grad_norm.isfinite()).float()

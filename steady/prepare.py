@@ -254,6 +254,7 @@ def run_jobs(
         start_process(tokenizer, stopping)
         yield from map(work, jobs)
         return
+    num_proc = min(num_proc, 4 * (os.cpu_count() or 1))  # thousands would take all memory
     pool = ProcessPoolExecutor(num_proc, initializer=start_process, initargs=(tokenizer, stopping))
     pending: deque[Any] = deque()
     try:

@@ -26,15 +26,21 @@ KEPT = [
 
 def repeated_blocks(model: nn.Module) -> list[nn.Module]:
     """The model's repeated layers: the entries of its nn.ModuleLists and nn.Sequentials, also
-    inside an nn.ModuleDict (nanoGPT's `transformer`). If an entry is itself such a list or dict,
-    which has no forward pass, its entries count."""
+    inside other modules, but not inside each other. If an entry is itself a list or dict, which has
+    no forward pass, its entries count. A single layer of torch's does not count, such as the
+    nn.Linear of an output layer that is an nn.Sequential."""
     blocks: list[nn.Module] = []
     for child in model.children():
         if isinstance(child, nn.ModuleList | nn.Sequential):
-            blocks += [entry for each in child for entry in entries(each)]
-        elif isinstance(child, nn.ModuleDict):
+            found = (entry for each in child for entry in entries(each))
+            blocks += [m for m in found if [*m.children()] or not is_torchs(m)]
+        else:
             blocks += repeated_blocks(child)
     return blocks
+
+
+def is_torchs(module: nn.Module) -> bool:
+    return type(module).__module__.startswith("torch.nn.")
 
 
 def entries(module: nn.Module) -> list[nn.Module]:

@@ -17,6 +17,7 @@ import contextlib
 import csv
 import io
 import json
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -56,18 +57,31 @@ def files_matching(pattern: str) -> list[Path]:
     folders: a link to a parent folder would never end.
     """
     given = Path(pattern)
-    if given.exists():
-        if not given.is_file() and not given.is_dir():
-            raise UserError(f"--input={pattern} is not a regular file")
-        return [given] if given.is_file() else []
+    if given.exists() or given.is_symlink():
+        return regular_files([given])
     parts = given.relative_to(given.anchor).parts
     parts = [part if part == "**" else part.replace("**", "*") for part in parts]
     parts += ["*"] * (parts[-1] == "**")
-    matches, asked = Path(given.anchor).glob("/".join(parts)), set(parts)
-    return sorted(
-        path for path in matches
-        if path.is_file() and not any(p[0] == "." and p not in asked for p in path.parts)
-    )  # fmt: skip
+
+    def matches(n: int) -> list[Path]:
+        """What the first n parts of the pattern match."""
+        found = Path(given.anchor).glob("/".join(parts[:n]))
+        return [x for x in found if not any(p[0] == "." and p not in parts for p in x.parts)]
+
+    for folder in (x for n in range(1, len(parts)) for x in matches(n) if x.is_dir()):
+        if not os.access(folder, os.R_OK | os.X_OK):  # glob would pass over it
+            raise UserError(f"--input={pattern}: no permission to read the folder {folder}")
+    return sorted(regular_files(matches(len(parts))))
+
+
+def regular_files(paths: list[Path]) -> list[Path]:
+    """Those that are not folders. Raises UserError for devices, pipes and broken links."""
+    for path in paths:
+        if not path.exists():
+            raise UserError(f"{path} is a link to {os.readlink(path)}, which does not exist")
+        if not path.is_file() and not path.is_dir():
+            raise UserError(f"--input: {path} is not a regular file")
+    return [path for path in paths if path.is_file()]
 
 
 def pieces_of(

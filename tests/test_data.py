@@ -402,6 +402,23 @@ def test_links_are_not_followed_round_and_round_and_no_file_is_read_twice(run, t
     assert textfiles.files_matching(f"{notes}/.hidden.md") == [notes / ".hidden.md"]
 
 
+def test_what_a_glob_would_pass_over_is_named(monkeypatch, tmp_path):
+    (tmp_path / "notes" / "sub").mkdir(parents=True)
+    (tmp_path / "notes" / "gone.md").symlink_to("elsewhere/a.md")
+    for pattern in ("notes/*.md", "notes/gone.md", "**/*.md"):
+        with pytest.raises(ValueError, match="gone.md is a link to elsewhere/a.md, which does not"):
+            textfiles.files_matching(f"{tmp_path}/{pattern}")
+    (tmp_path / "notes" / "gone.md").unlink()
+    os.mkfifo(tmp_path / "notes" / "pipe.md")
+    with pytest.raises(ValueError, match="pipe.md is not a regular file"):
+        textfiles.files_matching(f"{tmp_path}/notes/*.md")
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path).name != "sub")
+    for pattern in ("notes/**/*.md", "**", "notes/*/a.md"):
+        with pytest.raises(ValueError, match="no permission to read the folder .*notes/sub"):
+            textfiles.files_matching(f"{tmp_path}/{pattern}")
+    assert textfiles.files_matching(f"{tmp_path}/notes/*.txt") == []
+
+
 def test_rows_of_many_small_files_are_held_out_too(run, tmp_path):
     rows = "".join(json.dumps({"text": f"row {i}"}) + "\n" for i in range(9))
     for i in range(40):

@@ -27,9 +27,9 @@ def small_model(**more):
 
 
 def in_float8(*layers):
-    """A model with these blocks, in which all suitable linear layers use FP8."""
+    """A model with a block of these layers, in which all suitable linear layers use FP8."""
     model = torch.nn.Module()
-    model.blocks = torch.nn.ModuleList(layers)
+    model.blocks = torch.nn.ModuleList([torch.nn.Sequential(*layers)])
     assert float8.replace_layers(model)
     return model
 

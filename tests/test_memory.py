@@ -112,6 +112,7 @@ def test_fsdp_divides_the_estimates_weights_and_evaluating_takes_a_quarter():
     whole, divided = (rough_gib(GPT2, 0, process) for process in (one, four))
     assert divided == whole / 4
     assert rough_gib(GPT2 | {"eval_only": True}, 0, one) == whole / 4
+    assert rough_gib({"d_model": 768}, 1, one) == 0  # settings that you have renamed
     assert rough_gib(GPT2 | {"average_weights": True}, 0, one) == whole * 1.5
 
 

@@ -1,5 +1,6 @@
 import gc
 import math
+import types
 import weakref
 
 import pytest
@@ -10,6 +11,7 @@ from model import GPT, GPTConfig, RMSNorm, apply_rope, rope_tables
 from steady import compiling
 from steady import generate as generation
 from steady.generate import KVCache, draw, generate, logits_of
+from steady.optim import hidden_matrices
 from steady.recompute import repeated_blocks, use_activation_checkpointing
 
 
@@ -312,10 +314,23 @@ def test_f89_a_model_that_a_cache_does_not_serve_samples_without_one(monkeypatch
 
 def test_layers_in_nested_lists_count_as_blocks():
     """They are compiled and recomputed one by one: a list itself has no forward pass."""
-    a, b, c, d = (torch.nn.Linear(1, 1) for _ in range(4))
+    a, b, c, d = (torch.nn.Sequential(torch.nn.Linear(1, 1)) for _ in range(4))
     lists = torch.nn.ModuleList([torch.nn.ModuleList([a, b]), torch.nn.ModuleDict({"c": c}), d])
     model = torch.nn.ModuleDict({"layers": lists, "head": torch.nn.Linear(1, 1)})
     assert repeated_blocks(model) == [a, b, c, d]
+
+
+def test_blocks_inside_another_module_are_found_and_single_layers_of_torchs_are_none():
+    """Muon trained only the second kind if there were both, and compiled neither."""
+    model = tiny(n_layer=2)
+    model.head = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.GELU())
+    model.trunk = torch.nn.ModuleDict({"layers": model.blocks, "norm": torch.nn.LayerNorm(4)})
+    blocks = list(model.blocks)
+    del model.blocks
+    assert repeated_blocks(model) == blocks
+    assert compiling.compiled_parts(model) == [*blocks, model.final_norm, model.cross_entropy,
+                                     model.trunk["norm"]]  # fmt: skip
+    assert set(hidden_matrices(model)) == {p for b in blocks for p in b.parameters() if p.dim() > 1}
 
 
 @torch.no_grad()
@@ -657,5 +672,6 @@ def test_activation_checkpointing_recomputes_what_it_says():
 def test_logits_are_found_beside_a_loss(loss):
     """As nanoGPT's forward returns them, and as other models do."""
     logits = torch.zeros(1, 2, 3)
-    for found in ((logits, loss), [loss, logits]):
+    beside = {"loss": loss, "logits": logits}
+    for found in ((logits, loss), [loss, logits], beside, types.SimpleNamespace(**beside)):
         assert logits_of(lambda _, found=found: found, None) is logits

@@ -209,7 +209,8 @@ def test_muon_calls_step_hooks_once():
 
 def test_muon_trains_every_group_of_matrices_whatever_their_state():
     torch.manual_seed(0)
-    model = nn.Sequential(nn.ModuleList(nn.Linear(4, 4, bias=False) for _ in range(2)))
+    model = nn.ModuleList(nn.Sequential(nn.Linear(4, 4, bias=False)) for _ in range(2))
+    model = nn.ModuleDict({"blocks": model})
     config = {"optimizer": "muon", "learning_rate": 0.1, "beta1": 0.9, "beta2": 0.95}
     optimizer = build_optimizer(model, config | {"weight_decay": 0.0})
     first, second = optimizer.muon_group["params"]
@@ -259,6 +260,45 @@ def test_allocated_state_equals_what_the_first_step_makes():
             optimizer.step()
         results.append(layer.weight.detach())
     assert torch.equal(*results)
+
+
+def test_parameters_and_gradients_of_any_strides_are_trained_as_by_plain_torch():
+    """torch's fused kernel on CPUs assumes that both have the same strides, and no gaps."""
+
+    def make():
+        return nn.ParameterList([
+            nn.Parameter(torch.arange(8.0).view(4, 2)[:, 0]),
+            nn.Parameter(torch.ones(1).expand(4)),
+            nn.Parameter(torch.arange(6.0).view(3, 2).T),
+            nn.Parameter(torch.arange(12.0).view(3, 4)),
+        ])  # fmt: skip
+
+    model, plain = make(), make()
+    plain[1] = nn.Parameter(torch.ones(4))
+    optimizer = adamw(model)
+    reference = torch.optim.AdamW(plain.parameters(), lr=0.1, betas=(0.9, 0.95), fused=False)
+    for group, own in zip(reference.param_groups, [0.0], strict=True):
+        group["weight_decay"] = own
+    for group in optimizer.param_groups:
+        group["weight_decay"] = 0.0
+    for step in range(3):
+        for parameters in (model, plain):
+            for p in parameters:
+                p.grad = torch.arange(p.numel(), dtype=torch.float32).add(step).view(p.shape)
+            parameters[3].grad = parameters[3].grad.T.contiguous().T  # as from autograd.grad
+        clip_gradients(optimizer, 0.0)
+        optimizer.step()
+        reference.step()
+    for p, expected in zip(model, plain, strict=True):
+        torch.testing.assert_close(p.detach(), expected.detach())
+
+
+def test_sparse_gradients_are_refused_by_name():
+    model = nn.ModuleList([nn.Embedding(4, 2, sparse=True)])
+    optimizer = adamw(model)
+    model[0](torch.tensor([1])).sum().backward()
+    with pytest.raises(ValueError, match="use nn.Embedding"):
+        clip_gradients(optimizer, 1.0)
 
 
 # ---- Muon -------------------------------------------------------------------------------------
@@ -396,7 +436,8 @@ def test_muon_trains_weights_of_any_dtype():
         assert optimizer.state[weight]["momentum"].dtype == wide and moved[-1].dtype == dtype
     torch.testing.assert_close(moved[0].double(), moved[1], rtol=1e-2, atol=1e-5)
     torch.testing.assert_close(moved[0], moved[2].float(), rtol=0.1, atol=5e-4)
-    mixed = nn.Sequential(nn.ModuleList(nn.Linear(4, 4, bias=False, dtype=d) for d in dtypes[:2]))
+    layers = (nn.Linear(4, 4, bias=False, dtype=d) for d in dtypes[:2])
+    mixed = nn.ModuleDict({"blocks": nn.ModuleList(nn.Sequential(layer) for layer in layers)})
     momenta = [state["momentum"].dtype for state in muon_for(mixed).state.values()]
     assert momenta == [torch.float32, torch.float64]
 

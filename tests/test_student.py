@@ -98,6 +98,27 @@ EDITS = {
          "        iter_num += 1\n        save(out_path / 'each.pt', training_state())\n"),),
         changes_loss=False),
     # ---- the loop over the blocks, and blocks
+    "a_trunk_and_outputs_in_a_dict": Edit(  # and a setting of the model without a default
+        (("class GPT(nn.Module):", "class Trunk(nn.ModuleDict):\n"
+          "    def forward(self, x, rope, cache):\n"
+          "        for i, block in enumerate(self.layers):\n"
+          "            x = block(x, rope, None if cache is None else cache.layer(i))\n"
+          "        return x\n\n\nclass GPT(nn.Module):"),
+         ("            self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layer))",
+          "            layers = nn.ModuleList(Block(config) for _ in range(config.depth))\n"
+          '            self.trunk = Trunk({"layers": layers})\n'
+          "            self.stem = nn.ModuleList([nn.Linear(8, 8)])"),
+         ("        for i, block in enumerate(self.blocks):\n" + LOOP,
+          "        x = self.trunk(x, rope, cache)\n"),
+         ("    block_size: int = 1024", "    depth: int\n    block_size: int = 1024"),
+         (LOSS, LOSS.replace("return ", 'return {"loss": ') + "}"),
+         ("        return self.lm_head(x if cache is None else x[:, -1:])",
+          '        return {"logits": self.lm_head(x if cache is None else x[:, -1:])}')),
+        (("dropout = 0.0", "depth = 2\ndropout = 0.0"),
+         ("micro_loss = model(tokens, targets) * share",
+          'micro_loss = model(tokens, targets)["loss"] * share'),
+         ("weight * model(tokens, targets)", 'weight * model(tokens, targets)["loss"]')),
+        changes_loss=False),
     "each_block_twice": Edit(((LOOP, LOOP + LOOP),), samples=False),
     "one_block_for_all_layers": Edit(
         (("nn.ModuleList(Block(config) for _ in range(config.n_layer))",
