@@ -52,14 +52,11 @@ class RunLog:
         if quiet:
             return
         if sys.stdout.isatty():
-            try:
-                from tqdm import tqdm
+            from tqdm import tqdm
 
-                self.bar = tqdm(
-                    total=config["max_iters"], initial=start_iter, unit="it", dynamic_ncols=True
-                )
-            except ImportError:
-                pass  # print plain lines
+            self.bar = tqdm(
+                total=config["max_iters"], initial=start_iter, unit="it", dynamic_ncols=True
+            )
         if config["wandb_log"]:
             self.wandb = self.start_wandb(out_dir, config)
 

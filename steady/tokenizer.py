@@ -164,12 +164,10 @@ class GPT2Tokenizer:
 
     def __init__(self, special_tokens: bool = False):
         self.special_tokens = special_tokens
-        try:
-            import tiktoken
+        import tiktoken
 
+        try:
             self.encoding = tiktoken.get_encoding("gpt2")
-        except ImportError:
-            raise UserError("the gpt2 tokenizer needs tiktoken: pip install tiktoken") from None
         except (OSError, ValueError) as error:  # requests' errors are OSErrors
             raise UserError(
                 "tiktoken could not load GPT-2's two vocabulary files (it downloads them on first "
@@ -434,8 +432,6 @@ def find_folder(source: str, patterns: list[str]) -> Path:
         from huggingface_hub import snapshot_download
 
         return Path(snapshot_download(source, allow_patterns=patterns))
-    except ImportError:
-        raise UserError(f"no folder {source}; for the hub: pip install huggingface_hub") from None
     except Exception as error:  # the hub's library raises many types
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise UserError(
