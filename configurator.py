@@ -284,10 +284,12 @@ def run_config_file(
         exec(compile(source, path, "exec"), namespace)
     except (Exception, SystemExit) as error:  # exiting is an error too
         hint = "" if os.path.exists(path) else " (a setting is written --key=value)"
-        frames = traceback.extract_tb(error.__traceback__)
-        lines = [f", line {frame.lineno}," for frame in frames if frame.filename == path]
         reason = f"{type(error).__name__}: {error}{hint}"
-        raise UserError(f"config file {path}{''.join(lines[-1:])} failed: {reason}") from None
+        frames = traceback.extract_tb(error.__traceback__)
+        own = [f for f in frames if os.path.dirname(os.path.abspath(f.filename)) == folder]
+        if own and not isinstance(error, SyntaxError):  # it has a line number
+            reason += f" ({os.path.basename(own[-1].filename)}, line {own[-1].lineno})"
+        raise UserError(f"config file {path} failed: {reason}") from None
     finally:
         sys.path.remove(folder)
         for name in set(sys.modules) - before:  # the next config may have another base
@@ -327,9 +329,20 @@ def lines_without_effect(parsed: ast.Module) -> Iterator[ast.stmt]:
         if isinstance(node, ast.AnnAssign) and not node.value:
             if getattr(node.target, "id", "") not in assigned:
                 yield node
-    for node in ast.walk(parsed):
+    for node in statements(parsed):
         if isinstance(node, ast.Expr) and isinstance(node.value, WITHOUT_EFFECT):
-            yield node
+            parts = {type(part) for part in ast.walk(node.value)}
+            if ast.NamedExpr not in parts and ast.Call not in parts:
+                yield node
+
+
+def statements(node: ast.AST) -> Iterator[ast.stmt]:
+    """All statements in `node`, except inside functions, classes and `try`."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.stmt):
+            yield child
+            if not isinstance(child, ast.FunctionDef | ast.ClassDef | ast.Try):
+                yield from statements(child)
 
 
 def parse(text: str, kind: type) -> Any:

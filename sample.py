@@ -50,7 +50,9 @@ dtype = hardware.choose_dtype(dtype, device)
 path = checkpoint.find(Path(out_dir), ckpt)
 saved = checkpoint.load(path)
 model = checkpoint.build(GPT, GPTConfig, saved, path)
-mixed = len({p.dtype for p in model.parameters() if p.is_floating_point()}) > 1  # your choice
+mixed = len({p.dtype for p in model.parameters() if p.is_floating_point()}) > 1  # by your edit
+autocast = torch.autocast(device.type, dtype if dtype != torch.float32 else torch.bfloat16,
+                          enabled=mixed, cache_enabled=False)  # fmt: skip
 # model.to(device, dtype) would drop the imaginary part of complex buffers
 model._apply(lambda t: t.to(device, dtype if t.is_floating_point() and not mixed else t.dtype))
 model.eval()
@@ -118,11 +120,12 @@ print(f"# loaded {path}: {model.num_params():,} parameters, iteration {saved['it
       + (f"{best} {saved['best_val_loss']:.4f}" if evaluated else "no best loss"),
       file=sys.stderr)  # fmt: skip
 began = time.perf_counter()
-samples = generate(
-    model, tokens, max_new_tokens, temperature, top_k, top_p,
-    vocab_size=tokenizer.vocab_size, generator=generator,
-    on_token=stream, cuda_graph=device.type == "cuda",
-)  # fmt: skip
+with autocast:
+    samples = generate(
+        model, tokens, max_new_tokens, temperature, top_k, top_p,
+        vocab_size=tokenizer.vocab_size, generator=generator,
+        on_token=stream, cuda_graph=device.type == "cuda",
+    )  # fmt: skip
 seconds = max(time.perf_counter() - began, 1e-9)
 if num_samples == 1:
     print(show(text_of(ids)[len(printed) :]))

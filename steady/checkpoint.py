@@ -611,6 +611,7 @@ def load_weights(
     """Load the weights from `path` into `model`, with fsdp only this process's part. Raises
     UserError if they are another model's or not finite. strict: False keeps the initial values of
     tensors that the file lacks."""
+    distributed.own_memory([*model.parameters(), *model.buffers()])  # to be overwritten
     own, state = {}, model.state_dict()
     if not strict:
         state = {name: value for name, value in state.items() if name in weights}

@@ -207,8 +207,9 @@ def compiled_parts(model: nn.Module) -> list[nn.Module]:
     def around(module: nn.Module) -> list[nn.Module]:
         found = []
         for child in module.children():
-            if not isinstance(child, nn.ModuleList | nn.Sequential) and repeated_blocks(child):
-                found += around(child)  # e.g. a module of your own that holds the blocks
+            if any(m in blocks for m in child.modules()):
+                if child not in blocks and not isinstance(child, nn.ModuleList | nn.Sequential):
+                    found += around(child)  # e.g. a module of your own that holds the blocks
             elif not isinstance(child, left_out):
                 found.append(child)
         return found

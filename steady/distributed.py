@@ -17,7 +17,7 @@ import re
 import secrets
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import is_dataclass, replace
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -538,6 +538,13 @@ def reshard(model: nn.Module) -> None:
 def is_sharded(value: Any) -> bool:
     """Whether `value` is a tensor that is sharded over the processes (a DTensor)."""
     return hasattr(value, "full_tensor")
+
+
+def own_memory(tensors: Iterable[Tensor]) -> None:
+    """Give slices of other tensors and expanded tensors memory of their own, in place."""
+    for tensor in tensors:
+        if torch.empty_like(tensor, device="meta").stride() != tensor.stride():
+            tensor.data = tensor.data.contiguous()
 
 
 @torch.no_grad()

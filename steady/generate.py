@@ -158,13 +158,20 @@ def generate(
 
 def logits_of(model: GPT, tokens: Tensor, **more: Any) -> Tensor:
     """The model's logits (B, T, V). An edited one may return them with a loss, as nanoGPT's
-    does: (logits, loss); or in a dict or dataclass, as transformers' models do."""
+    does: (logits, loss); or under the name `logits`, as transformers' models do."""
     found = model(tokens, **more)
     if isinstance(found, Tensor):
         return found
-    if not isinstance(found, tuple | list):
-        found = (found if isinstance(found, Mapping) else vars(found)).values()
-    return next(part for part in found if isinstance(part, Tensor) and part.dim() == 3)
+    named = found.get if isinstance(found, Mapping) else partial(getattr, found)
+    parts = [named("logits", None), *(found if isinstance(found, tuple | list) else ())]
+    parts = [part for part in parts if isinstance(part, Tensor) and part.dim() == 3]
+    size = getattr(getattr(model, "config", None), "vocab_size", None)
+    if parts:
+        return min(parts, key=lambda part: part.shape[-1] != size)  # the first of this size
+    raise UserError(
+        "sampling needs logits (B, T, V) from the model's forward: by themselves, in a tuple, "
+        "or under the name logits"
+    )
 
 
 def cache_is_exact(model: GPT, vocab_size: int, length: int) -> bool:

@@ -10,11 +10,13 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from steady import UserError, muon
-from steady.distributed import is_sharded, local_rows, local_shards, reshard, total_norm
+from steady.distributed import is_sharded, local_rows, local_shards, own_memory, reshard, total_norm
 from steady.loss import LinearCrossEntropy
+from steady.output import shown
 from steady.recompute import repeated_blocks
 
 # initial value, final value, and warm-up steps: more than a short run has (docs/choosing.md)
@@ -45,6 +47,10 @@ class AdamW(torch.optim.AdamW):
         super().zero_grad(set_to_none)
         for name in ("grad_scale", "found_inf"):
             vars(self).pop(name, None)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        super().add_param_group(param_group)
+        own_memory(self.param_groups[-1]["params"])  # the fused kernel needs it
 
     def state_dict(self) -> dict[str, Any]:
         """As in torch, but without parameters that you have removed from the groups."""
@@ -243,6 +249,11 @@ def build_optimizer(
                 "optimizer=muon found no matrix to train in an nn.ModuleList or nn.Sequential of "
                 "the model: use --optimizer=adamw"
             )
+        tables = {m.weight.shape for m in model.modules() if isinstance(m, nn.Embedding)}
+        outside = [n for n, p in model.named_parameters() if p.requires_grad and p.dim() == 2
+                   and p not in among and p.shape not in tables]  # fmt: skip
+        if outside and not (dist.is_initialized() and dist.get_rank()):
+            print(f"note: not in a block, so AdamW trains {shown(', '.join(outside))}")
         inner = {"params": matrices, "muon": True, "weight_decay": config["weight_decay"]}
         head_dims = {
             layer.weight: layer.head_dim
@@ -259,9 +270,6 @@ def build_optimizer(
             f"{', '.join(unusable[:5])}; use torch.view_as_real, or another optimizer in train.py"
         )
     for group, parameter in members(optimizer):
-        # a slice or an expanded tensor gets memory of its own, which the fused kernel needs
-        if torch.empty_like(parameter, device="meta").stride() != parameter.stride():
-            parameter.data = parameter.data.contiguous()
         optimizer.state[parameter] = optimizer.initial_state(group, parameter)
     if uses_muon:
         optimizer.stack_momenta()

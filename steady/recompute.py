@@ -6,12 +6,14 @@ the one part that is slow to recompute (Korthikanti et al. 2022).
 """
 
 import logging
+from collections.abc import Iterator
 from functools import partial
 from types import MethodType
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.utils.parametrize import ParametrizationList
 from torch.utils import checkpoint
 
 # `selective` keeps the outputs of these: attention, and dropout, which must not be drawn twice.
@@ -25,18 +27,31 @@ KEPT = [
 
 
 def repeated_blocks(model: nn.Module) -> list[nn.Module]:
-    """The model's repeated layers: the entries of its nn.ModuleLists and nn.Sequentials, also
-    inside other modules, but not inside each other. If an entry is itself a list or dict, which has
-    no forward pass, its entries count. A single layer of torch's does not count, such as the
-    nn.Linear of an output layer that is an nn.Sequential."""
-    blocks: list[nn.Module] = []
-    for child in model.children():
-        if isinstance(child, nn.ModuleList | nn.Sequential):
-            found = (entry for each in child for entry in entries(each))
-            blocks += [m for m in found if [*m.children()] or not is_torchs(m)]
+    """The model's repeated layers: the items of its nn.ModuleLists and nn.Sequentials, at any
+    depth, but not inside each other. If an item is itself a list or dict, which has no forward
+    pass, its items count. Single layers of torch's in an nn.Sequential, which may be the head,
+    count only if there is nothing else."""
+    for single in (False, True):
+        found = list(dict.fromkeys(listed(model, single)))
+        inside = {m for block in found for m in block.modules() if m is not block}
+        if blocks := [block for block in found if block not in inside]:
+            return blocks
+    return []
+
+
+def listed(module: nn.Module, single: bool) -> Iterator[nn.Module]:
+    """The items of the lists in `module`. single: also single layers of torch's in an
+    nn.Sequential."""
+    for child in module.children():
+        if isinstance(child, ParametrizationList):
+            continue
+        if isinstance(child, nn.ModuleList):
+            yield from entries(child)
+        elif isinstance(child, nn.Sequential):
+            entered = (entry for each in child for entry in entries(each))
+            yield from (m for m in entered if single or [*m.children()] or not is_torchs(m))
         else:
-            blocks += repeated_blocks(child)
-    return blocks
+            yield from listed(child, single)
 
 
 def is_torchs(module: nn.Module) -> bool:

@@ -68,9 +68,12 @@ def files_matching(pattern: str) -> list[Path]:
         found = Path(given.anchor).glob("/".join(parts[:n]))
         return [x for x in found if not any(p[0] == "." and p not in parts for p in x.parts)]
 
-    for folder in (x for n in range(1, len(parts)) for x in matches(n) if x.is_dir()):
-        if not os.access(folder, os.R_OK | os.X_OK):  # glob would pass over it
-            raise UserError(f"--input={pattern}: no permission to read the folder {folder}")
+    for n in range(1, len(parts)):
+        needed = os.X_OK | (os.R_OK if re.search(r"[*?\[]", parts[n]) else 0)  # to list it
+        for folder in matches(n):
+            readable = folder.name == "lost+found" or os.access(folder, needed)
+            if not readable and folder.is_dir():  # glob would pass over it
+                raise UserError(f"--input={pattern}: no permission to read the folder {folder}")
     return sorted(regular_files(matches(len(parts))))
 
 

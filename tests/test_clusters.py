@@ -398,8 +398,6 @@ CHANGES = {  # a change to GPT.__init__, and the error under fsdp (None: it work
         model.final_norm, "weight", model.blocks[0].mlp_norm.weight), "cannot shard"),
     "one mlp": (lambda model: setattr(model.blocks[1], "mlp", model.blocks[0].mlp),
                 "cannot shard blocks.0.mlp.gate_proj.weight, blocks.0.mlp.up_proj"),
-    "one block": (lambda model: setattr(
-        model, "blocks", nn.ModuleList([model.blocks[0]] * 3)), "cannot shard blocks.0."),
 }  # fmt: skip
 
 

@@ -148,7 +148,7 @@ def test_config_file_may_import_and_compute_with_private_names(settings, tmp_pat
     [
         ("steps = ", "SyntaxError"),
         ("steps = 1 / 0", "ZeroDivisionError"),
-        ("import sys; sys.exit(0)", r"c\.py, line 1, failed: SystemExit: 0"),
+        ("import sys; sys.exit(0)", r"c\.py failed: SystemExit: 0 \(c\.py, line 1\)"),
         ("steps = 10**5000; rate = 10**5000", r"c\.py: rate takes .* not <unprintable int>"),
     ],
 )
@@ -206,6 +206,7 @@ def test_a_line_of_a_config_file_that_sets_nothing_is_named(settings, tmp_path, 
     with pytest.raises(ValueError, match="c.py, line 2: 'steps == 3' sets nothing"):
         resolve(settings, [str(tmp_path / "c.py")])
     fine = '"""About it."""\nrate: float\nrate = 0.5\n_a: int = 3\nprint(_a)\n'
+    fine += "_a and print(_a)\n(steps := 4, 5)\ntry:\n    _b\nexcept NameError:\n    _b = 1\n"
     (tmp_path / "c.py").write_text(fine)
     assert resolve(settings, [str(tmp_path / "c.py")])["rate"] == 0.5
 

@@ -412,11 +412,17 @@ def test_what_a_glob_would_pass_over_is_named(monkeypatch, tmp_path):
     os.mkfifo(tmp_path / "notes" / "pipe.md")
     with pytest.raises(ValueError, match="pipe.md is not a regular file"):
         textfiles.files_matching(f"{tmp_path}/notes/*.md")
-    monkeypatch.setattr(os, "access", lambda path, mode: Path(path).name != "sub")
-    for pattern in ("notes/**/*.md", "**", "notes/*/a.md"):
-        with pytest.raises(ValueError, match="no permission to read the folder .*notes/sub"):
+    (tmp_path / "notes" / "pipe.md").unlink()
+    (tmp_path / "notes" / "lost+found").mkdir()
+    found = tmp_path / "notes" / "sub" / "a.md"
+    found.write_text("text")
+    monkeypatch.setattr(  # may be entered, but not listed
+        os, "access", lambda path, mode: Path(path) == tmp_path or mode == os.X_OK
+    )
+    for pattern in ("notes/**/*.md", "**", "notes/sub/*.md"):
+        with pytest.raises(ValueError, match="no permission to read the folder .*notes"):
             textfiles.files_matching(f"{tmp_path}/{pattern}")
-    assert textfiles.files_matching(f"{tmp_path}/notes/*.txt") == []
+    assert textfiles.files_matching(f"{tmp_path}/*/sub/a.md") == [found]
 
 
 def test_rows_of_many_small_files_are_held_out_too(run, tmp_path):

@@ -11,7 +11,7 @@ from model import GPT, GPTConfig, RMSNorm, apply_rope, rope_tables
 from steady import compiling
 from steady import generate as generation
 from steady.generate import KVCache, draw, generate, logits_of
-from steady.optim import hidden_matrices
+from steady.optim import build_optimizer, hidden_matrices
 from steady.recompute import repeated_blocks, use_activation_checkpointing
 
 
@@ -320,7 +320,7 @@ def test_layers_in_nested_lists_count_as_blocks():
     assert repeated_blocks(model) == [a, b, c, d]
 
 
-def test_blocks_inside_another_module_are_found_and_single_layers_of_torchs_are_none():
+def test_blocks_inside_another_module_are_found_and_a_head_of_single_layers_is_none(capsys):
     """Muon trained only the second kind if there were both, and compiled neither."""
     model = tiny(n_layer=2)
     model.head = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.GELU())
@@ -331,6 +331,25 @@ def test_blocks_inside_another_module_are_found_and_single_layers_of_torchs_are_
     assert compiling.compiled_parts(model) == [*blocks, model.final_norm, model.cross_entropy,
                                      model.trunk["norm"]]  # fmt: skip
     assert set(hidden_matrices(model)) == {p for b in blocks for p in b.parameters() if p.dim() > 1}
+    rates = {"learning_rate": 1.0, "beta1": 0.9, "beta2": 0.9, "weight_decay": 0.0}
+    build_optimizer(model, rates | {"optimizer": "muon"})
+    assert capsys.readouterr().out == "note: not in a block, so AdamW trains head.0.weight\n"
+
+
+def test_each_block_counts_once_and_layers_in_lists_count():
+    block, stack = torch.nn.TransformerEncoderLayer(4, 1), torch.nn.Module()
+    stack.layers = torch.nn.ModuleList([block, block])
+    hidden = torch.nn.utils.parametrizations.weight_norm(torch.nn.Linear(4, 4))
+    model = torch.nn.ModuleDict({"a": stack, "b": torch.nn.Sequential(block), "c": hidden})
+    assert repeated_blocks(model) == [block]
+    model["first"] = block  # before and after it, as an attribute
+    assert repeated_blocks(torch.nn.ModuleList([model])) == repeated_blocks(model) == [block]
+    layers = [torch.nn.Linear(4, 4) for _ in range(2)]
+    model["flat"] = torch.nn.ModuleList(layers)
+    assert repeated_blocks(model) == [block, *layers]
+    assert repeated_blocks(torch.nn.Sequential(torch.nn.Sequential(*layers))) == layers
+    use_activation_checkpointing(stack, "block")
+    assert block(torch.ones(1, 2, 4)).isfinite().all()  # it called itself without end
 
 
 @torch.no_grad()
@@ -672,6 +691,11 @@ def test_activation_checkpointing_recomputes_what_it_says():
 def test_logits_are_found_beside_a_loss(loss):
     """As nanoGPT's forward returns them, and as other models do."""
     logits = torch.zeros(1, 2, 3)
-    beside = {"loss": loss, "logits": logits}
+    beside = {"hidden": torch.zeros(1, 2, 2), "loss": loss, "logits": logits}
     for found in ((logits, loss), [loss, logits], beside, types.SimpleNamespace(**beside)):
         assert logits_of(lambda _, found=found: found, None) is logits
+    model = tiny(vocab_size=3)
+    model.forward = lambda _: (beside["hidden"], logits)
+    assert logits_of(model, None) is logits
+    with pytest.raises(ValueError, match="sampling needs logits"):
+        logits_of(lambda _: {"hidden": beside["hidden"]}, None)

@@ -1,5 +1,6 @@
 import copy
 import itertools
+from pathlib import Path
 
 import pytest
 import torch
@@ -291,6 +292,9 @@ def test_parameters_and_gradients_of_any_strides_are_trained_as_by_plain_torch()
         reference.step()
     for p, expected in zip(model, plain, strict=True):
         torch.testing.assert_close(p.detach(), expected.detach())
+    again = make()
+    checkpoint.load_weights(again, model.state_dict(), Path())
+    assert all(map(torch.equal, again, model))
 
 
 def test_sparse_gradients_are_refused_by_name():
