@@ -52,11 +52,12 @@ class RunLog:
         if quiet:
             return
         if sys.stdout.isatty():
-            from tqdm import tqdm
+            with contextlib.suppress(ImportError):  # without tqdm, print plain lines
+                from tqdm import tqdm
 
-            self.bar = tqdm(
-                total=config["max_iters"], initial=start_iter, unit="it", dynamic_ncols=True
-            )
+                self.bar = tqdm(
+                    total=config["max_iters"], initial=start_iter, unit="it", dynamic_ncols=True
+                )
         if config["wandb_log"]:
             self.wandb = self.start_wandb(out_dir, config)
 
