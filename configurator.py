@@ -286,6 +286,7 @@ def run_config_file(
         hint = "" if os.path.exists(path) else " (a setting is written --key=value)"
         reason = f"{type(error).__name__}: {error}{hint}"
         frames = traceback.extract_tb(error.__traceback__)
+        frames = [f for f in frames if f.filename != __file__ and f.filename[0] != "<"]
         own = [f for f in frames if os.path.dirname(os.path.abspath(f.filename)) == folder]
         if own and not isinstance(error, SyntaxError):  # it has a line number
             reason += f" ({os.path.basename(own[-1].filename)}, line {own[-1].lineno})"
@@ -338,11 +339,12 @@ def lines_without_effect(parsed: ast.Module) -> Iterator[ast.stmt]:
 
 def statements(node: ast.AST) -> Iterator[ast.stmt]:
     """All statements in `node`, except inside functions, classes and `try`."""
+    apart = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Try
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.stmt):
             yield child
-            if not isinstance(child, ast.FunctionDef | ast.ClassDef | ast.Try):
-                yield from statements(child)
+        if not isinstance(child, apart):
+            yield from statements(child)
 
 
 def parse(text: str, kind: type) -> Any:

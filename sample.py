@@ -45,12 +45,13 @@ dtype = "auto"  # auto, float32, bfloat16, float16
 configure(globals(), ignored="train.py")
 
 device = hardware.choose_device(device)
-dtype = hardware.choose_dtype(dtype, device)
+asked, dtype = dtype, hardware.choose_dtype(dtype, device)
 
 path = checkpoint.find(Path(out_dir), ckpt)
 saved = checkpoint.load(path)
 model = checkpoint.build(GPT, GPTConfig, saved, path)
-mixed = len({p.dtype for p in model.parameters() if p.is_floating_point()}) > 1  # by your edit
+dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()}
+mixed = len(dtypes) > 1 and asked != "float32"  # by your edit
 autocast = torch.autocast(device.type, dtype if dtype != torch.float32 else torch.bfloat16,
                           enabled=mixed, cache_enabled=False)  # fmt: skip
 # model.to(device, dtype) would drop the imaginary part of complex buffers

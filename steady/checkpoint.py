@@ -481,15 +481,19 @@ def other_checkpoints(path: Path) -> str:
 def architecture(saved: dict[str, Any], kind: type[GPTConfig], path: Path) -> GPTConfig:
     """A checkpoint's model_config as a `kind`; raises UserError that names `path` and the key."""
     settings = saved["model_config"]  # settings newer than the checkpoint get their defaults
-    unknown = settings.keys() - inspect.signature(kind).parameters.keys()
+    parameters = inspect.signature(kind).parameters.values()
+    takes_any = any(p.kind == p.VAR_KEYWORD for p in parameters)
+    unknown = {} if takes_any else settings.keys() - {p.name for p in parameters}
+    required = {p.name for p in parameters if p.default is p.empty and p.kind != p.VAR_KEYWORD}
     try:
+        if required - settings.keys():
+            raise UserError(f"it lacks {shown(', '.join(sorted(required - settings.keys())))}")
         if unknown:
             raise UserError(f"unknown {shown(', '.join(sorted(map(str, unknown))))}")
         config = kind(**settings)
-        if config.n_layer > len(saved["model"]) + 1000:
-            raise UserError(
-                f"n_layer={config.n_layer}, but the file has {len(saved['model'])} weights"
-            )
+        layers = getattr(config, "n_layer", 0)  # you may have renamed it
+        if layers > len(saved["model"]) + 1000:
+            raise UserError(f"n_layer={layers}, but the file has {len(saved['model'])} weights")
         rope_values = config.block_size * getattr(config, "head_dim", 0)
         if rope_values > max(MAX_ROPE_VALUES, path.stat().st_size):
             raise UserError(f"block_size={config.block_size} is too large for the size of the file")
@@ -611,7 +615,7 @@ def load_weights(
     """Load the weights from `path` into `model`, with fsdp only this process's part. Raises
     UserError if they are another model's or not finite. strict: False keeps the initial values of
     tensors that the file lacks."""
-    distributed.own_memory([*model.parameters(), *model.buffers()])  # to be overwritten
+    distributed.own_memory(p for p in model.parameters() if 0 in p.stride())  # expanded
     own, state = {}, model.state_dict()
     if not strict:
         state = {name: value for name, value in state.items() if name in weights}

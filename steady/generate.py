@@ -45,7 +45,8 @@ class KVCache:
         self.position = torch.zeros((), device=device, dtype=torch.int64)  # tokens held
         self.slots = torch.arange(length, device=device)
         self.heads_per_key = config.n_head // heads
-        self.keys = [torch.zeros(shape, device=device, dtype=dtype) for _ in range(config.n_layer)]
+        layers = getattr(config, "n_layer", 0)  # you may have renamed it: then there is no cache
+        self.keys = [torch.zeros(shape, device=device, dtype=dtype) for _ in range(layers)]
         self.values = [torch.zeros_like(keys) for keys in self.keys]
 
     def reserve(self, T: int) -> Tensor:
@@ -87,7 +88,7 @@ def require_room(
 ) -> None:
     """Raises UserError if `device` cannot hold n samples of prompt + new tokens. Allocates
     nothing."""
-    values = 2 * config.n_layer * math.prod(key_heads(config))  # cached per token
+    values = 2 * getattr(config, "n_layer", 0) * math.prod(key_heads(config))  # cached per token
     cache = dtype.itemsize * values * min(config.block_size, prompt + new)
     tokens, logits = 2 * 8 * (prompt + new), 3 * 4 * config.vocab_size  # with copies
     needed = n * (cache + tokens + logits) / 2**30

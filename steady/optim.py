@@ -249,9 +249,10 @@ def build_optimizer(
                 "optimizer=muon found no matrix to train in an nn.ModuleList or nn.Sequential of "
                 "the model: use --optimizer=adamw"
             )
-        tables = {m.weight.shape for m in model.modules() if isinstance(m, nn.Embedding)}
-        outside = [n for n, p in model.named_parameters() if p.requires_grad and p.dim() == 2
-                   and p not in among and p.shape not in tables]  # fmt: skip
+        expected = {m.weight for m in model.modules() if isinstance(m, nn.Embedding)}
+        expected |= {getattr(getattr(model, "lm_head", None), "weight", None), *matrices}
+        outside = [n for n, p in model.named_parameters()
+                   if p.requires_grad and p.dim() == 2 and p not in expected]  # fmt: skip
         if outside and not (dist.is_initialized() and dist.get_rank()):
             print(f"note: not in a block, so AdamW trains {shown(', '.join(outside))}")
         inner = {"params": matrices, "muon": True, "weight_decay": config["weight_decay"]}

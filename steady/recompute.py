@@ -41,7 +41,7 @@ def repeated_blocks(model: nn.Module) -> list[nn.Module]:
 
 def listed(module: nn.Module, single: bool) -> Iterator[nn.Module]:
     """The items of the lists in `module`. single: also single layers of torch's in an
-    nn.Sequential."""
+    nn.Sequential that is not inside another module."""
     for child in module.children():
         if isinstance(child, ParametrizationList):
             continue
@@ -51,7 +51,7 @@ def listed(module: nn.Module, single: bool) -> Iterator[nn.Module]:
             entered = (entry for each in child for entry in entries(each))
             yield from (m for m in entered if single or [*m.children()] or not is_torchs(m))
         else:
-            yield from listed(child, single)
+            yield from listed(child, single and isinstance(child, nn.ModuleDict))
 
 
 def is_torchs(module: nn.Module) -> bool:

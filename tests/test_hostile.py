@@ -409,8 +409,7 @@ def test_f87_no_pipe_of_a_folder_is_waited_for(run, sums, tmp_path, name):
         run(*command)
 
 
-@pytest.mark.parametrize("name", ["a.txt", "b.parquet", "c.jsonl", "tokenizer.json",
-                                  "train.bin", "model.safetensors"])  # fmt: skip
+@pytest.mark.parametrize("name", ["a.txt", "b.parquet", "tokenizer.json", "model.safetensors"])
 def test_pointers_of_git_lfs_are_not_taken_for_files(run, sums, tmp_path, name):
     numbers = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
                "num_attention_heads", "max_position_embeddings")  # fmt: skip
@@ -424,7 +423,6 @@ def test_pointers_of_git_lfs_are_not_taken_for_files(run, sums, tmp_path, name):
     prepare = ["data/text/prepare.py", f"--out={tmp_path / 'out'}", "--skip_bad_rows=True"]
     train = ["train.py", *TINY, f"--out_dir={tmp_path / 'out'}"]
     command = {
-        "train.bin": [*train, f"--dataset={tmp_path}"],
         "tokenizer.json": [*prepare, f"--input={ROOT / 'README.md'}", f"--tokenizer=hf:{tmp_path}"],
         "model.safetensors": [*train, f"--init_from={tmp_path}", f"--dataset={sums}"],
     }.get(name, [*prepare, f"--input={tmp_path / name}", "--tokenizer=byte"])

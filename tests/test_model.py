@@ -345,6 +345,9 @@ def test_each_block_counts_once_and_layers_in_lists_count():
     model["first"] = block  # before and after it, as an attribute
     assert repeated_blocks(torch.nn.ModuleList([model])) == repeated_blocks(model) == [block]
     layers = [torch.nn.Linear(4, 4) for _ in range(2)]
+    unrolled = torch.nn.ModuleDict({"block": torch.nn.Module()})
+    unrolled["block"].mlp = torch.nn.Sequential(*layers)
+    assert repeated_blocks(unrolled) == []
     model["flat"] = torch.nn.ModuleList(layers)
     assert repeated_blocks(model) == [block, *layers]
     assert repeated_blocks(torch.nn.Sequential(torch.nn.Sequential(*layers))) == layers
