@@ -543,6 +543,8 @@ def is_sharded(value: Any) -> bool:
 def own_memory(tensors: Iterable[Tensor]) -> None:
     """Give slices of other tensors and expanded tensors memory of their own, in place."""
     for tensor in tensors:
+        if is_sharded(tensor):
+            continue
         if torch.empty_like(tensor, device="meta").stride() != tensor.stride():
             tensor.data = tensor.data.contiguous()
 
