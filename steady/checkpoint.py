@@ -483,7 +483,7 @@ def architecture(saved: dict[str, Any], kind: type[GPTConfig], path: Path) -> GP
     settings = saved["model_config"]  # settings newer than the checkpoint get their defaults
     parameters = inspect.signature(kind).parameters.values()
     takes_any = any(p.kind == p.VAR_KEYWORD for p in parameters)
-    unknown = {} if takes_any else settings.keys() - {p.name for p in parameters}
+    unknown = set() if takes_any else settings.keys() - {p.name for p in parameters}
     required = {p.name for p in parameters if p.default is p.empty and p.kind != p.VAR_KEYWORD}
     try:
         if required - settings.keys():

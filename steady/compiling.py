@@ -200,16 +200,17 @@ def compiled_parts(model: nn.Module) -> list[nn.Module]:
     and linear layers, which are one operation each, and embeddings on a CPU, where compiled code
     would sum their gradients in a varying order."""
     blocks = repeated_blocks(model)
-    left_out = (nn.ModuleList, nn.Sequential, nn.ModuleDict, nn.Linear, nn.Dropout)
+    left_out = (nn.ModuleDict, nn.Linear, nn.Dropout)
     if not next(model.parameters()).is_cuda:
         left_out += (nn.Embedding,)
 
     def around(module: nn.Module) -> list[nn.Module]:
         found = []
         for child in module.children():
+            if child in blocks or isinstance(child, nn.ModuleList | nn.Sequential):
+                continue
             if any(m in blocks for m in child.modules()):
-                if child not in blocks and not isinstance(child, nn.ModuleList | nn.Sequential):
-                    found += around(child)  # e.g. a module of your own that holds the blocks
+                found += around(child)  # e.g. a module of your own that holds the blocks
             elif not isinstance(child, left_out):
                 found.append(child)
         return found

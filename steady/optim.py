@@ -249,8 +249,8 @@ def build_optimizer(
                 "optimizer=muon found no matrix to train in an nn.ModuleList or nn.Sequential of "
                 "the model: use --optimizer=adamw"
             )
-        expected = {m.weight for m in model.modules() if isinstance(m, nn.Embedding)}
-        expected |= {getattr(getattr(model, "lm_head", None), "weight", None), *matrices}
+        head = getattr(getattr(model, "lm_head", None), "weight", None)
+        expected = {*matrices, *embedding_tables(model), head}
         outside = [n for n, p in model.named_parameters()
                    if p.requires_grad and p.dim() == 2 and p not in expected]  # fmt: skip
         if outside and not (dist.is_initialized() and dist.get_rank()):
@@ -279,9 +279,13 @@ def build_optimizer(
 
 def hidden_matrices(model: nn.Module) -> list[nn.Parameter]:
     """The trainable two-dimensional parameters in the model's blocks, except for embeddings."""
-    tables = {m.weight for m in model.modules() if isinstance(m, nn.Embedding)}
+    tables = embedding_tables(model)
     found = dict.fromkeys(p for block in repeated_blocks(model) for p in block.parameters())
     return [p for p in found if p.dim() == 2 and p.requires_grad and p not in tables]
+
+
+def embedding_tables(model: nn.Module) -> set[nn.Parameter]:
+    return {m.weight for m in model.modules() if isinstance(m, nn.Embedding)}
 
 
 def members(optimizer: torch.optim.Optimizer) -> list[tuple[dict[str, Any], nn.Parameter]]:

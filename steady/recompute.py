@@ -48,8 +48,8 @@ def listed(module: nn.Module, single: bool) -> Iterator[nn.Module]:
         if isinstance(child, nn.ModuleList):
             yield from entries(child)
         elif isinstance(child, nn.Sequential):
-            entered = (entry for each in child for entry in entries(each))
-            yield from (m for m in entered if single or [*m.children()] or not is_torchs(m))
+            items = (item for each in child for item in entries(each))
+            yield from (m for m in items if single or [*m.children()] or not is_torchs(m))
         else:
             yield from listed(child, single and isinstance(child, nn.ModuleDict))
 
