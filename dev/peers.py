@@ -13,12 +13,14 @@ real train.py with the given flags. Every run appends a line with its whole loss
 the second command above only prints the table.
 
 Only training steps count towards the time, not compilation or evaluation. "first step" is the time
-since the start of the process. The target is the final loss, with the same seed, of the peer's
-recipe with the lowest mean final loss; the time when ours reaches it is interpolated between
-evaluations. Checkpoints go to the temporary folder: TMPDIR=/dev/shm keeps them in memory.
+since the start of the process. The target is the final loss of the peer's recipe with the lowest
+mean final loss: in the table that with the same seed, below it the mean of all seeds, which the
+mean curve of our seeds has to reach. Times are interpolated between evaluations. Checkpoints go to
+the temporary folder: TMPDIR=/dev/shm keeps them in memory.
 """
 
 import contextlib
+import itertools
 import json
 import lzma
 import math
@@ -269,30 +271,41 @@ def time_to(loss: float, curve: list[dict[str, Any]]) -> float | None:
     return None
 
 
+def mean_curve(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The mean seconds and losses of a recipe's runs, where all of them were evaluated."""
+    curves = [{point["iter"]: point for point in r["curve"]} for r in runs]
+    return [
+        {key: statistics.mean(curve[i][key] for curve in curves) for key in ("seconds", "val_loss")}
+        for i in curves[0]
+        if all(i in curve for curve in curves)
+    ]
+
+
 def print_table(runs: list[dict[str, Any]]) -> None:
-    """Print the runs of one size, corpus and device, and the ratios of their times."""
+    """Print the runs of one size, corpus and device, and the ratios of their mean times."""
+    by_recipe: dict[str, list[dict[str, Any]]] = {}
+    for r in runs:
+        by_recipe.setdefault(r["recipe"], []).append(r)
     bars: dict[str, dict[int, dict[str, Any]]] = {}  # final evaluations by recipe and seed
     for kind in dict.fromkeys(r["kind"] for r in runs if r["kind"] != "ours"):
-        final: dict[str, list[float]] = {}
-        for r in runs:
-            if r["kind"] == kind:
-                final.setdefault(r["recipe"], []).append(r["curve"][-1]["val_loss"])
-        best = min(final, key=lambda recipe: statistics.mean(final[recipe]))
-        bars[best] = {r["seed"]: r["curve"][-1] for r in runs if r["recipe"] == best}
+        final = {
+            recipe: statistics.mean(r["curve"][-1]["val_loss"] for r in own)
+            for recipe, own in by_recipe.items()
+            if own[0]["kind"] == kind
+        }
+        best = min(final, key=final.__getitem__)
+        bars[best] = {r["seed"]: r["curve"][-1] for r in by_recipe[best]}
     print(f"\n{runs[0]['size']} on {runs[0]['data']}, {runs[0]['device']}\n")
     heads = ["recipe", "seed", "tokens per step", "tokens", "tokens/s", "memory, GiB",
              "first step, s", "steps' time, s", "val loss",
              *(f"seconds to the final loss of {best}" for best in bars)]  # fmt: skip
     print("| " + " | ".join(heads) + " |\n" + "|---" * len(heads) + "|")
-    ratios: dict[tuple[str, str], list[float]] = {}
     for r in runs:
         last, cells = r["curve"][-1], []
         for best, by_seed in bars.items():
             bar = by_seed.get(r["seed"])
             seconds = time_to(bar["val_loss"], r["curve"]) if bar else None
             cells.append("" if not bar else "not reached" if seconds is None else f"{seconds:.1f}")
-            if bar and seconds is not None and r["kind"] == "ours":
-                ratios.setdefault((r["recipe"], best), []).append(seconds / bar["seconds"])
         memory, first = (r.get(name) or 0.0 for name in ("memory_gib", "first_step_s"))
         print(
             f"| {r['recipe']} | {r['seed']} | {r['tokens_per_step']:,} | "
@@ -300,9 +313,17 @@ def print_table(runs: list[dict[str, Any]]) -> None:
             f"{memory:.1f} | {first:.1f} | {last['seconds']:.1f} | {last['val_loss']:.4f} | "
             + "".join(f"{cell} | " for cell in cells).rstrip()
         )
-    for (recipe, best), values in ratios.items():
-        shown = ", ".join(f"{value:.3f}" for value in values)
-        print(f"\n{recipe}: {shown} of the time of {best}")
+    for recipe, best in itertools.product(by_recipe, bars):
+        if by_recipe[recipe][0]["kind"] == "ours":
+            curve, target = mean_curve(by_recipe[recipe]), mean_curve(by_recipe[best])[-1]
+            seconds = time_to(target["val_loss"], curve)
+            ratio = (seconds or curve[-1]["seconds"]) / target["seconds"]
+            verb = "does not reach" if seconds is None else "reaches"
+            print(
+                f"\n{recipe} {verb} {target['val_loss']:.4f}, the final loss of {best}, in "
+                f"{ratio:.3f} of its time (means of {len(by_recipe[recipe])} and "
+                f"{len(by_recipe[best])} runs)"
+            )
 
 
 if eval_interval < 1 or eval_windows < 1 or eval_windows % micro_batch:

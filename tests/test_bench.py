@@ -204,7 +204,7 @@ def test_peers_train_on_the_same_windows_in_the_same_order(fork, sums, tmp_path,
     assert seen[-1] == ("vocabulary", 13)
     assert "| nanoGPT 0.1k:1e-4:0.8k:2 | 1337 | 128 | 0.0M | 6,400 | 0.0 |" in shown
     assert "| chat | 1337 | 128 |" in shown
-    assert "wsd: " in shown and "of the time of nanoGPT 0.1k:1e-4:0.8k:2" in shown
+    assert re.search(r"wsd (does not reach|reaches) \S+, the final loss of nanoGPT 0.1k", shown)
 
 
 def test_a_comparison_that_is_ended_leaves_nothing_behind(fork, sums, tmp_path):
@@ -278,8 +278,12 @@ def test_peers_interpolates_between_evaluations_and_takes_each_peers_best(run, t
         ("nanochat", "d2", 1, [(0, 9.0), (30, 1.0)]),
         ("ours", "muon", 1, [(0, 9.0), (10, 5.0), (20, 1.0)]),  # reaches 3.0 after 15 s
         ("ours", "muon", 2, [(0, 9.0), (10, 2.5), (40, 2.2)]),
+        ("ours", "late", 1, [(0, 9.0), (80, 4.0)]),
     ):
-        curve = [{"tokens": 64, "seconds": s, "val_loss": loss} for s, loss in points]
+        curve = [
+            {"iter": i, "tokens": 64, "seconds": s, "val_loss": loss}
+            for i, (s, loss) in enumerate(points)
+        ]
         lines.append(
             {"kind": kind, "recipe": recipe, "seed": seed, "size": "tiny", "data": "sums",
              "device": "cpu", "tokens_per_step": 64, "first_step_s": 2.5, "curve": curve}
@@ -291,5 +295,10 @@ def test_peers_interpolates_between_evaluations_and_takes_each_peers_best(run, t
     assert "of quick |" not in shown
     assert "| muon | 1 | 64 | 0.0M | 3 | 0.0 | 2.5 | 20.0 | 1.0000 | 15.0 | 20.0 |" in shown
     assert "| muon | 2 | 64 | 0.0M | 2 | 0.0 | 2.5 | 40.0 | 2.2000 | not reached |  |" in shown
-    assert "muon: 0.150 of the time of slow" in shown
-    assert "muon: 0.667 of the time of d2" in shown
+    # the means of both seeds: slow ends at 2.5 after 100 s; muon is at 3.75 after 10 s and at 1.6
+    # after 30 s, so at 2.5 after 21.6 s
+    assert (
+        "muon reaches 2.5000, the final loss of slow, in 0.216 of its time (means of 2 and 2 runs)"
+    ) in shown
+    assert "muon does not reach 1.0000, the final loss of d2, in 1.000 of its time" in shown
+    assert "late does not reach 2.5000, the final loss of slow, in 0.800 of its time" in shown
