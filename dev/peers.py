@@ -302,7 +302,7 @@ def print_table(runs: list[dict[str, Any]]) -> None:
     print("| " + " | ".join(heads) + " |\n" + "|---" * len(heads) + "|")
     for r in runs:
         last, cells = r["curve"][-1], []
-        for best, by_seed in bars.items():
+        for by_seed in bars.values():
             bar = by_seed.get(r["seed"])
             seconds = time_to(bar["val_loss"], r["curve"]) if bar else None
             cells.append("" if not bar else "not reached" if seconds is None else f"{seconds:.1f}")
