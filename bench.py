@@ -36,6 +36,8 @@ warmup_steps = 4  # steps to run before that
 processes = 1  # number of GPUs, one process each
 
 config = configure(globals(), base="train.py")
+if "TORCHELASTIC_RUN_ID" in os.environ:
+    raise UserError("bench.py starts the processes: use --processes=N instead of torchrun")
 
 # like Ctrl-C, so that train.py is killed too
 on_signals(("SIGTERM", "SIGHUP"), signal.default_int_handler)

@@ -52,6 +52,13 @@ def test_bench_passes_on_what_train_says_when_it_fails(fork):
     assert shown.endswith("\nerror: train.py ended after 0 of 16 steps, see above\n")
 
 
+def test_bench_under_torchrun_is_an_error(run, monkeypatch):
+    """Its training processes waited for each other's torchrun forever."""
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    with pytest.raises(ValueError, match="use --processes=N instead of torchrun"):
+        run("bench.py", *TINY)
+
+
 UNDER_NOHUP = """
 import signal, tempfile
 tempfile.tempdir = None  # TMPDIR has changed
