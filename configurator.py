@@ -273,6 +273,8 @@ def run_config_file(
     """Run a Python config file and copy its settings, except for `ignored` ones, to `config`."""
     if not path:
         raise UserError("an argument is empty: is a shell variable not set?")
+    if not os.path.lexists(path):
+        raise UserError(f"there is no config file {path!r} (a setting is written --key=value)")
     require_file(Path(path))
     namespace = {name: setting.default for name, setting in ignored.items()}
     namespace |= config | {"__file__": path}
@@ -283,8 +285,7 @@ def run_config_file(
         source = Path(path).read_text(encoding="utf-8-sig")  # Windows may add a byte order mark
         exec(compile(source, path, "exec"), namespace)
     except (Exception, SystemExit) as error:  # exiting is an error too
-        hint = "" if os.path.exists(path) else " (a setting is written --key=value)"
-        reason = f"{type(error).__name__}: {error}{hint}"
+        reason = f"{type(error).__name__}: {error}"
         frames = traceback.extract_tb(error.__traceback__)
         frames = [f for f in frames if f.filename != __file__ and f.filename[0] != "<"]
         own = [f for f in frames if os.path.dirname(os.path.abspath(f.filename)) == folder]

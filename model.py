@@ -2,7 +2,7 @@
 
 A pre-norm decoder without biases. Its layout is that of Hugging Face's Llama (with qk_norm:
 Qwen3), so weights convert without permutation. It is plain torch: change any line. Sampling is in
-steady/generate.py. The loss (steady/loss.py) never holds a whole batch's logits.
+steady/generate.py. The loss (steady/loss.py) holds at most 2**28 logits at a time.
 
 Shapes: B = batch size, T = tokens, C = n_embd, H = n_head, K = n_kv_head, D = head_dim,
 V = vocab_size.
@@ -263,7 +263,7 @@ class GPT(nn.Module):
                 continue
             reset = type(layer).reset_parameters
             if reset not in (nn.Linear.reset_parameters, nn.Embedding.reset_parameters):
-                continue  # it has an init of its own
+                continue  # its class initialises itself
             if fingerprint(layer.weight) not in self.unset:  # set by you, or drawn already (tied)
                 continue
             std = residual_std if name.endswith(("o_proj", "down_proj")) else 0.02

@@ -26,17 +26,17 @@ from steady.folder import require_file
 from steady.generate import generate, require_room
 from steady.tokenizer import encode_prompt
 
-# what to sample from
+# checkpoint
 out_dir = "out"  # folder of the checkpoint
 ckpt = ""  # a file in out_dir; default: best.pt if there is one, else ckpt.pt
-# what to sample
+# sampling
 start = "\n"  # the prompt (default: a line break), or FILE:path to read it from
 num_samples = 10  # samples to draw, as one batch
 max_new_tokens = 500  # new tokens per sample
 temperature = 0.8  # 1: the model's probabilities; lower: less random; 0: always the likeliest
 top_k = 200  # sample from the k likeliest tokens; 0: from all
 top_p = 1.0  # sample from the likeliest tokens with this total probability; 1: from all
-stop_at_end = True  # stop a sample at an end-of-text token; False: continue
+stop_at_end = True  # end a sample at an end-of-text token; False: continue
 seed = 1337  # for drawing the samples
 # system
 device = "auto"  # auto, cpu, cuda, cuda:N, mps

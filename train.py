@@ -6,12 +6,13 @@
     python train.py --help
 
 The settings below are nanoGPT's for GPT-2 (124M). Config files and `--key=value` override them.
-On Ctrl-C, SIGTERM or a closed terminal a run finishes its step, saves, and prints how to resume.
+On Ctrl-C, SIGTERM or a closed terminal a run finishes its step, saves, and prints the command that
+resumes it.
 """
 
 import steady
 
-steady.start_script()  # must come before torch: sets up CUDA's allocator and Ctrl-C
+steady.start_script()  # must come before torch: sets up CUDA's allocator, Ctrl-C and more
 
 import time
 from collections.abc import Iterable
@@ -28,7 +29,8 @@ from steady.dataloader import DataLoader, DataSet, eval_batches
 from steady.distributed import reshard
 from steady.float8 import use_float8
 from steady.generate import sample_while_training
-from steady.optim import AveragedWeights, set_second_target
+from steady.memory import undone
+from steady.optim import AveragedWeights, StaticGradients, schedule_end, set_second_target
 from steady.profiler import start_profiler
 from steady.recompute import use_activation_checkpointing
 from steady.runlog import RunLog
@@ -52,7 +54,7 @@ verify_data = False  # check the data files against meta.json's checksums first
 batch_size = 12  # sequences per micro-batch; split if out of memory (same global batch)
 gradient_accumulation_steps = 40  # micro-batches per iteration, in total for all GPUs
 block_size = 1024  # context length: tokens per sequence
-short_sequences = 0.0  # share of the run, from its start, with half-length sequences (faster)
+short_sequences = 0.0  # share of the schedule, from its start, with half-length sequences
 seed = 1337  # for initial weights, data order and dropout
 # model
 n_layer = 12  # transformer blocks
@@ -73,8 +75,8 @@ weight_decay = 1e-1  # for matrices and embeddings only
 beta1 = 0.9  # AdamW's decay rate of the mean gradient
 beta2 = 0.95  # AdamW's decay rate of the mean squared gradient
 grad_clip = 1.0  # clip the gradient norm to this; 0.0: never
-average_weights = False  # evaluate, and save in best.pt, weights blended with their average
-second_target = 0.0  # weight of the token after next, relative to the next; falls to 0 halfway
+average_weights = False  # evaluate a blend of weights and their average, and save it in best.pt
+second_target = 0.0  # also predict the token after next, with this weight; falls to 0 halfway
 # learning-rate schedule
 lr_schedule = "cosine"  # cosine, or wsd (warmup, stable, decay as 1 - sqrt(progress))
 decay_lr = True  # False: keep the rate constant after warmup
@@ -123,7 +125,7 @@ elif config["init_from"] == "resume":
 else:
     start = convert.load_pretrained(init_from, data, block_size, dropout)
 model_config = GPTConfig(**start.model_config)
-# record the architecture of the loaded model
+# record the architecture of the loaded model: from here on config has it, the globals may not
 config |= {key: value for key, value in start.model_config.items() if key in config}
 train_file, val_file = data.open(block_size, model_config.vocab_size)
 
@@ -148,13 +150,13 @@ if not eval_only:
 averages = AveragedWeights(raw_model, average_weights, start.average)
 parameters = [p for p in raw_model.parameters() if p.requires_grad]
 # CUDA graphs need every .grad to stay at the same address
-static_gradients = optim.StaticGradients(parameters, plan.cuda_graphs)
+static_gradients = StaticGradients(parameters, plan.cuda_graphs)
 
-# sequences in an iteration, and in an evaluation of the training or the validation data. Dividing a
-# batch to fit into memory changes neither number
+# sequences per iteration, and per evaluated file. Splitting a batch to fit into memory changes
+# neither
 sequences_per_iter = batch_size * gradient_accumulation_steps
 eval_sequences = eval_iters * batch_size
-short_iters = round(short_sequences * (lr_decay_iters or max_iters))  # iterations on halves
+short_iters = round(short_sequences * schedule_end(config))  # on half-length sequences
 iter_num, best_val_loss = start.iter_num, start.best_val_loss
 # keeps the position in the data if a resume changes the global batch size
 data_offset = start.sequences - iter_num * sequences_per_iter
@@ -177,7 +179,7 @@ def forward_backward(model: torch.nn.Module, micro_batches: Iterable, halve: boo
     """Accumulate the gradients of `micro_batches`, which are pairs (tokens, targets) of shape
     (batch, block_size). Return their share of the iteration's mean loss (scalar).
 
-    halve: train on the two halves of each sequence as on two sequences.
+    halve: cut each sequence into two shorter ones.
     """
     set_second_target(raw_model, iter_num, config)  # here, so that the trial step has it too
     loss = torch.zeros((), device=process.device)  # a tensor that no CUDA graph overwrites
@@ -209,6 +211,19 @@ def evaluate(model: torch.nn.Module, batches: Iterable) -> torch.Tensor:
     return total
 
 
+def estimate_losses() -> dict[str, float]:
+    """Return the mean losses over all processes, on fixed sequences of either data file."""
+    means = {}
+    for name, file in (("train_loss", train_file), ("val_loss", val_file)):
+        batches = eval_batches(file, fit.batch_size, eval_sequences, process)
+        # stop_requested() is an all-reduce: all ranks stop after the same batch
+        batches = takewhile(lambda _: not stop_request.stop_requested(), batches)
+        n_batches = eval_sequences / fit.batch_size / process.world_size
+        batches = log.waiting(batches, n_batches, f"evaluating {name}")
+        means[name] = distributed.all_reduce_sum(evaluate(model, batches)).item()
+    return means
+
+
 def trial(micro_batch_size: int) -> torch.nn.Module:
     """Run forward and backward passes and an evaluation to see if they fit in memory. Return the
     model that ran."""
@@ -216,25 +231,15 @@ def trial(micro_batch_size: int) -> torch.nn.Module:
     tokens = torch.zeros(micro_batch_size, block_size, dtype=torch.int64, device=process.device)
     # not `tokens` itself: compiled code would assume that both are always the same tensor
     targets = torch.zeros_like(tokens)
-    before = {name: buffer.detach().clone() for name, buffer in raw_model.named_buffers()}
     micro_steps = sequences_per_iter // process.world_size // micro_batch_size
     # CUDA graphs need 3 runs (warm up, record, replay), others 2 (create .grad, then add to it)
     runs = 0 if eval_only else 3 if plan.cuda_graphs else min(2, micro_steps)
-    try:
+    with undone(raw_model, opt, plan):  # its gradients, and updates of buffers
         for halve in (True, False) if iter_num < short_iters else (False,):
             forward_backward(model, [(tokens, targets)] * runs, halve)
         if eval_interval or eval_only:
             with averages.blended():
                 evaluate(model, [(tokens, targets, 1.0)])
-    finally:
-        for holder in (opt, raw_model):  # raw_model too: opt may lack some parameters
-            holder.zero_grad(set_to_none=not plan.cuda_graphs)
-        for name, buffer in raw_model.named_buffers():  # undo updates
-            old = before.get(name, buffer)  # keep a buffer that the step created
-            if buffer.shape != old.shape:
-                buffer.data = old
-            elif not torch.equal(buffer, old):
-                buffer.detach().copy_(old)
     return model
 
 
@@ -278,13 +283,12 @@ micro_batches = loader.micro_batches(iter_num)
 
 # -----------------------------------------------------------------------------
 # training loop. At its end `saving` saves the state and ends all processes but rank 0's. It also
-# saves after an error, but never with fsdp, nor if the error came from opt.step or require_finite
+# saves after an error, unless the model is sharded, the loss diverged or opt.step failed
 log.start_clock(iter_num, sequences_per_iter * block_size, raw_model.flops_per_token(), process)
-skipped = torch.zeros((), device=process.device)  # consecutive steps with non-finite gradients
-stop_request.training = True  # before this line, a signal ends the run at once
-stopping = stop_request.stop_requested()
-saving = Saving(ckpt_path, training_state, process, not eval_only, fit.memory_flags, log.line)
-with saving:
+saving = Saving(ckpt_path, training_state, process, not eval_only, fit.memory_flags, log.line,
+                stop_request)  # fmt: skip
+with saving:  # from here on a signal ends the run after its step; before, at once
+    stopping = stop_request.stop_requested()
     while not stopping:
         # ---- learning rate ----------------------------------------------------
         lr = optim.set_schedule(opt, iter_num, config)
@@ -292,23 +296,19 @@ with saving:
         # ---- evaluate and save ------------------------------------------------
         finished = iter_num >= max_iters
         if eval_only or (eval_interval > 0 and (iter_num % eval_interval == 0 or finished)):
-            began, losses = time.perf_counter(), {}
+            began = time.perf_counter()
             with averages.blended():  # if average_weights is set
-                for name, file in (("train_loss", train_file), ("val_loss", val_file)):
-                    batches = eval_batches(file, fit.batch_size, eval_sequences, process)
-                    # stop_requested() is an all-reduce: all ranks stop after the same batch
-                    batches = takewhile(lambda _: not stop_request.stop_requested(), batches)
-                    n_batches = eval_sequences / fit.batch_size / process.world_size
-                    batches = log.waiting(batches, n_batches, f"evaluating {name}")
-                    losses[name] = distributed.all_reduce_sum(evaluate(model, batches)).item()
+                losses = estimate_losses()
                 saving.require_finite(losses, iter_num)
                 if stopping := stop_request.stop_requested():
                     break  # incomplete losses: the resumed run evaluates again
+                # not at iteration 0: nothing has been learned yet
                 better = iter_num > 0 and not eval_only and losses["val_loss"] < best_val_loss
                 losses |= data.bits_per_byte(losses["val_loss"])
                 log.evaluation({"iter": iter_num} | losses, time.perf_counter() - began, better)
                 if better and save(best_path, weights() | {"best_val_loss": losses["val_loss"]}):
                     best_val_loss = losses["val_loss"]
+            # outside of blended(): a resumed run needs the plain weights
             if iter_num > 0 and not eval_only and (better or always_save_checkpoint):
                 save(ckpt_path, training_state())
             log.restart_clock(iter_num)  # evaluation is not training time
@@ -321,17 +321,19 @@ with saving:
             break
 
         # ---- forward and backward ---------------------------------------------
-        torch.manual_seed(hash((seed, iter_num, process.rank)))  # a resume gets the same dropout
+        # a resume gets the same dropout (integers have the same hash in every process)
+        torch.manual_seed(hash((seed, iter_num, process.rank)))
         halve = iter_num < short_iters  # with short_sequences
         loss = forward_backward(model, islice(micro_batches, micro_steps), halve)
         distributed.sum_gradients(process, raw_model)  # also broadcasts rank 0's buffers
-        torch.manual_seed(hash((seed, iter_num)))  # for your edits below: the same on all ranks
+        torch.manual_seed(hash((seed, iter_num)))  # random numbers below: the same on all ranks
 
         # ---- clip and step ----------------------------------------------------
         scaler.unscale_(opt)
-        # our optimizers clip inside opt.step, which does nothing if the norm is inf or NaN
+        # our optimizers clip inside opt.step (.grad stays as it is), which does nothing if the norm
+        # is inf or NaN
         grad_norm = optim.clip_gradients(opt, grad_clip)
-        skipped = (skipped + 1) * ~grad_norm.isfinite()
+        skipped = saving.count_skipped(grad_norm)  # steps in a row without a finite norm
         stopping = stop_request.stop_requested()
         log_due = stopping or iter_num % log_interval == 0 or iter_num + 1 == max_iters
         if log_due:  # copy now, so that read_numbers() need not wait for opt.step

@@ -529,7 +529,7 @@ def keep_unsharded(model: nn.Module) -> None:
 
 
 def reshard(model: nn.Module) -> None:
-    """Free a sharded model's gathered weights, so that the next forward pass gathers them anew."""
+    """Free a sharded model's gathered weights: the next forward pass gathers the new ones."""
     for module in model.modules():
         if hasattr(module, "reshard"):
             module.reshard()

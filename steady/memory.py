@@ -5,10 +5,11 @@ before the model is built, on CPUs (Linux hands out memory that it does not have
 where a process that fails would leave the others waiting.
 """
 
+import contextlib
 import gc
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -162,6 +163,24 @@ def fit(
     gc.freeze()  # later collections skip the set-up's objects: scanning them stalls a step
     smaller = [flags(n) for n in every_size if n < size]
     return Fit(model, size, "\n".join(lines), smaller[0] if smaller else "")
+
+
+@contextlib.contextmanager
+def undone(model: nn.Module, optimizer: Any, plan: Plan) -> Iterator[None]:
+    """At the end of the `with` block, undo the trial step in it: drop the gradients, and give the
+    buffers their earlier values."""
+    before = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
+    try:
+        yield
+    finally:
+        for holder in (optimizer, model):  # the model too: the optimizer may lack some parameters
+            holder.zero_grad(set_to_none=not plan.cuda_graphs)
+        for name, buffer in model.named_buffers():
+            old = before.get(name, buffer)  # keep a buffer that the step created
+            if buffer.shape != old.shape:
+                buffer.data = old
+            elif not torch.equal(buffer, old):
+                buffer.detach().copy_(old)
 
 
 def attempt(

@@ -94,9 +94,12 @@ class Saving:
     enabled: bool  # False for a run that saves nothing
     less_memory: str  # the flags for a step that needs less memory, "" if there are none
     say: Callable[[str], None]  # prints a line
-    skipped: float = 0.0  # steps in a row without finite gradients
+    stop_request: StopRequest
+    skipped: float | torch.Tensor = 0.0  # steps in a row without finite gradients
+    checked: float = 0.0  # `skipped` at the last check
 
     def __enter__(self) -> "Saving":
+        self.stop_request.training = True  # before, a signal ends the run at once
         set_timeout(self.process)
         if self.enabled:  # now, and not when the first save fails
             checkpoint.require_plain(checkpoint.as_saved(self.state()), self.path)
@@ -120,6 +123,12 @@ class Saving:
         if error is None:
             stop(self.process)
 
+    def count_skipped(self, grad_norm: torch.Tensor) -> torch.Tensor:
+        """The number of steps in a row whose gradients were not finite, this one included (scalar,
+        on the device). Call it once per step."""
+        self.skipped = (self.skipped + 1) * ~grad_norm.isfinite()
+        return self.skipped
+
     def require_finite(
         self, losses: dict[str, float], iter_num: int, skipped: float | None = None
     ) -> None:
@@ -141,9 +150,9 @@ class Saving:
         nothing += "not finite: these steps were skipped"
         if skipped >= MAX_SKIPPED:
             raise Diverged(f"{nothing}; {remedy}")
-        if skipped >= WARN_SKIPPED > self.skipped:
+        if skipped >= WARN_SKIPPED > self.checked:
             self.say(f"warning: {nothing}; the run ends after {MAX_SKIPPED} in a row")
-        self.skipped = skipped
+        self.checked = skipped
 
     def rescue(self, error: BaseException, trace: Any) -> None:
         """Save after an error. The line about the save appears below Python's own report of the

@@ -17,7 +17,7 @@ from conftest import TINY
 
 from steady import checkpoint, distributed
 from steady.distributed import Process
-from steady.stop import Saving
+from steady.stop import Saving, StopRequest
 
 
 def test_f71_only_a_restart_of_the_launch_that_saved_goes_on(tmp_path, monkeypatch):
@@ -235,7 +235,7 @@ def test_f79_a_run_stopped_by_a_signal_saves_without_reading_back(
     calls, path = [], tmp_path / "ckpt.pt"
     monkeypatch.setattr(checkpoint, "check_sums", lambda *_: calls.append(1))
     state = {"iter_num": reached, "config": {"max_iters": 9}}
-    with Saving(path, lambda: state, Process(), True, "", print):
+    with Saving(path, lambda: state, Process(), True, "", print, StopRequest(Process(), False)):
         pass
     assert len(calls) == read
     monkeypatch.undo()
@@ -426,7 +426,15 @@ def test_content_that_does_not_fit_is_named_wherever_a_checkpoint_is_read(run, s
 def test_an_entry_that_could_not_be_loaded_is_refused_before_training(tmp_path, value, named):
     """Before, it was saved, and the checkpoint could never be loaded."""
     state = lambda: {"iter_num": 0, "smooth": value}  # noqa: E731
-    saving = Saving(tmp_path / "ckpt.pt", state, distributed.SINGLE_PROCESS, True, "", print)
+    saving = Saving(
+        tmp_path / "ckpt.pt",
+        state,
+        distributed.SINGLE_PROCESS,
+        True,
+        "",
+        print,
+        StopRequest(Process(), False),
+    )
     with pytest.raises(ValueError, match=f"ckpt.pt cannot hold 'smooth', because it has {named}"):
         saving.__enter__()
 

@@ -173,6 +173,10 @@ def test_short_sequences_are_the_halves_of_the_same_sequences(run, sums, tmp_pat
     assert [tuple(tokens.shape) for tokens, _ in seen[-4:]] == [(8, 8)] * 2 + [(4, 16)] * 2
     for one, other in zip(whole, seen[-4:], strict=True):
         assert all(torch.equal(a, b.reshape(4, 16)) for a, b in zip(one, other, strict=True))
+    seen.clear()  # without decay the schedule ends with the run
+    more = "--max_iters=4", "--lr_decay_iters=2", "--decay_lr=False", "--eval_interval=0"
+    train(run, tmp_path / "constant", sums, *more, "--short_sequences=0.5")
+    assert [tuple(tokens.shape) for tokens, _ in seen[-4:]] == [(8, 8)] * 2 + [(4, 16)] * 2
     first, other = losses(tmp_path / "whole"), losses(tmp_path / "halves")
     assert first[0] != other[0] and first[0] == pytest.approx(other[0], abs=0.05)
     with pytest.raises(ValueError, match="short_sequences needs an even block_size, not 15"):
