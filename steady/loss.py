@@ -46,6 +46,10 @@ def linear_cross_entropy(
     Returns a scalar in float32 (float64 for float64 inputs); 0 if all targets are ignored. Matmuls
     run in autocast's dtype if it is on, and everything between them in float32.
     """
+    if targets.numel() != len(hidden):
+        raise ValueError(f"{targets.numel()} targets for {len(hidden)} rows of hidden states")
+    if targets.dim() < 2 and isinstance(share, Tensor):
+        raise ValueError("second_target needs targets of shape (B, T), not flattened")
     dtype = compute_dtype(hidden)
     n_rows, vocab_size = hidden.shape[0], weight.shape[0]
     n_chunks = math.ceil(n_rows * vocab_size / chunk_elements)

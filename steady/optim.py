@@ -39,14 +39,23 @@ class AdamW(torch.optim.AdamW):
 
     def clip(self, divisor: Tensor, found_inf: Tensor) -> None:
         """Divide the gradients by `divisor` in the next step, or skip the update if found_inf is
-        1.0. (torch.amp.GradScaler uses the same attributes, and multiplies its scale into ours.)"""
+        1.0. (torch.amp.GradScaler uses the same attributes, and multiplies its scale into ours.)
+        Neither affects other gradients: `step` and `zero_grad` forget them."""
         self.grad_scale, self.found_inf = divisor, found_inf
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As in torch; also forgets `clip`, so that it affects no other gradients."""
         super().zero_grad(set_to_none)
-        for name in ("grad_scale", "found_inf"):
-            vars(self).pop(name, None)
+        self.grad_scale = self.found_inf = None
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        # not super().step(), which may call step hooks again
+        loss = inspect.unwrap(torch.optim.AdamW.step)(self, closure)
+        for group in self.param_groups:
+            if group.get("muon"):  # only in Muon, below
+                self.update_matrices(group)
+        self.grad_scale = self.found_inf = None
+        return loss
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)
@@ -133,13 +142,6 @@ class Muon(AdamW):
     def muon_group(self) -> dict[str, Any]:
         return next(group for group in self.param_groups if group.get("muon"))
 
-    @torch.no_grad()
-    def step(self, closure: None = None) -> None:
-        inspect.unwrap(torch.optim.AdamW.step)(self)  # super().step() may call step hooks again
-        for group in self.param_groups:
-            if group.get("muon"):
-                self.update_matrices(group)
-
     def update_matrices(self, group: dict[str, Any]) -> None:
         """Update the matrices of a group."""
         # skip those without a gradient, as torch's optimizers do
@@ -162,6 +164,7 @@ class Muon(AdamW):
         for parameters, head_dim in stacks_of(used, self.head_dims):
             weights = local_shards([p.data for p in parameters])
             gradient = torch.stack(local_shards([p.grad for p in parameters]))
+            gradient = -gradient if group["maximize"] else gradient
             momenta = local_shards([self.state[p]["momentum"] for p in parameters])
             mean_squares = local_shards([self.state[p]["row_mean_square"] for p in parameters])
             buffer, mean_square = stacked(momenta), torch.stack(mean_squares)

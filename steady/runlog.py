@@ -181,7 +181,7 @@ class RunLog:
         self.write(entry)
 
     def write(self, entry: dict[str, Any]) -> None:
-        entry = {k: v.item() if hasattr(v, "item") else v for k, v in entry.items()}  # of tensors
+        entry = {k: v.tolist() if hasattr(v, "tolist") else v for k, v in entry.items()}
         entry = {  # JSON has no infinity
             key: None if isinstance(value, float) and not math.isfinite(value) else value
             for key, value in entry.items()

@@ -81,11 +81,19 @@ def test_a_second_target_is_the_next_one_of_the_same_sequence(chunk_elements):
     )  # fmt: skip
     for a, b in zip(found, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-7, atol=1e-8)
-    flat = linear_cross_entropy(hidden, weight, targets.flatten(), share=share)  # no sequences
-    torch.testing.assert_close(flat, full(hidden, weight, targets.flatten()))
+    with pytest.raises(ValueError, match="needs targets of shape"):  # no sequences
+        linear_cross_entropy(hidden, weight, targets.flatten(), share=share)
     with torch.no_grad():  # an evaluation has one target
         loss = linear_cross_entropy(hidden, weight, targets, chunk_elements, share=share)
     torch.testing.assert_close(loss, full(hidden, weight, targets.flatten()).detach())
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_as_many_targets_as_rows_are_needed(enabled):
+    """With fewer targets an evaluation ignored rows, without a message."""
+    hidden, weight, targets = inputs(12, 4, 7, torch.float32)
+    with torch.set_grad_enabled(enabled), pytest.raises(ValueError, match="8 targets for 12 rows"):
+        linear_cross_entropy(hidden, weight, targets[:8])
 
 
 def test_second_derivatives_are_refused():

@@ -247,6 +247,41 @@ def test_clipping_affects_the_next_step_only(norm):
     assert torch.equal(layers[0].weight, layers[1].weight)
 
 
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
+def test_a_second_step_does_not_clip_by_the_factor_of_the_first(kind):
+    """It divided the gradients again, and so did a step after another way to zero gradients."""
+    block = nn.Linear(4, 4, bias=False)
+    model = nn.ModuleDict({"blocks": nn.ModuleList([block])})
+    config = {"learning_rate": 0.1, "beta1": 0.0, "beta2": 0.0, "weight_decay": 0.0}
+    optimizer = build_optimizer(model, config | {"optimizer": kind})
+    block.weight.grad = torch.randn(4, 4)
+    clip_gradients(optimizer, 1e-9)
+    optimizer.step()
+    state = {"adamw": "exp_avg", "muon": "momentum"}[kind]
+    model.zero_grad()  # not the optimizer's
+    block.weight.grad = torch.ones(4, 4)
+    optimizer.step()
+    share = 1.0 if kind == "adamw" else 1.0 - optimizer.muon_group["momentum"]
+    torch.testing.assert_close(optimizer.state[block.weight][state], share * torch.ones(4, 4))
+
+
+def test_muon_maximizes_too():
+    changes = []
+    for maximize in (True, False):
+        torch.manual_seed(0)
+        block = nn.Linear(4, 4, bias=False)
+        config = {"learning_rate": 0.1, "beta1": 0.0, "beta2": 0.0, "weight_decay": 0.0}
+        model = nn.ModuleDict({"blocks": nn.ModuleList([block])})
+        optimizer = build_optimizer(model, config | {"optimizer": "muon"})
+        optimizer.muon_group["maximize"] = maximize
+        before = block.weight.detach().clone()
+        block.weight.grad = torch.randn(4, 4)
+        optimizer.step()
+        changes.append(block.weight.detach() - before)
+    assert changes[0].any()
+    torch.testing.assert_close(changes[0], -changes[1])
+
+
 def test_allocated_state_equals_what_the_first_step_makes():
     results = []
     for allocated in (True, False):

@@ -1044,9 +1044,11 @@ def test_metrics_may_be_tensors(tmp_path):
     config = {"eval_only": False, "eval_interval": 0, "max_iters": 10, "wandb_log": False}
     log = RunLog(tmp_path, config, 0)
     log.write({"iter": 0, "mine": torch.tensor(0.5), "bad": torch.tensor(float("inf"))})
+    log.write({"iter": 1, "several": torch.ones(2)})
     log.close()
     entries = read_metrics(tmp_path / "metrics.jsonl")
-    assert entries == [{"iter": 0, "mine": 0.5, "bad": None}]
+    assert entries[0] == {"iter": 0, "mine": 0.5, "bad": None}
+    assert entries[1] == {"iter": 1, "several": [1.0, 1.0]}
 
 
 def test_graphs_that_were_skipped_are_counted_and_their_reason_is_shown(monkeypatch, capsys):
