@@ -48,9 +48,7 @@ def start_script() -> None:
     with contextlib.suppress(metadata.PackageNotFoundError, ValueError):
         version = metadata.version("torch")  # without importing it
         if tuple(map(int, version.split(".")[:2])) < MIN_TORCH:
-            raise SystemExit(
-                f"error: torch {version} is too old: pip install --upgrade 'torch>=2.11'"
-            )
+            raise SystemExit(f"error: torch {version} is too old: pip install -U 'torch>=2.11'")
     if not any(name in os.environ for name in ALLOCATOR_VARIABLES):
         os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
     open_closed_streams()

@@ -1,7 +1,6 @@
 """Whether Triton kernels can run here.
 
-Before its first kernel, Triton compiles a launcher in C. If that fails (many containers have no C
-compiler), plain torch computes the same, but takes more time and memory.
+Triton compiles a launcher in C. Without a compiler plain torch takes more time and memory instead.
 """
 
 import functools

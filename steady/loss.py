@@ -1,10 +1,9 @@
 """Cross-entropy of a linear head that never holds all (B * T, vocab) logits.
 
-With batch 64 x 1024 and GPT-2's vocabulary, the logits take 6.1 GiB in bfloat16, and their gradient
-takes as much again. So this works on one chunk of rows at a time, and computes the chunk's gradient
-in the forward pass while its logits are in memory. That takes the same three matmuls as the plain
-way, no recomputation, and memory for one chunk. On a GPU, a Triton kernel between the matmuls
-replaces the logits by their gradient in place; other devices use plain torch.
+With batch 64 x 1024 and GPT-2's vocabulary, the logits and their gradient take 6.1 GiB each in
+bfloat16. So this works on one chunk of rows at a time, and computes the chunk's gradient in the
+forward pass while its logits are in memory: the same three matmuls, memory for one chunk. On a GPU,
+a Triton kernel between the matmuls replaces the logits by their gradient; else torch does.
 
 N: rows (B * T). C: hidden size. V: vocabulary size.
 """

@@ -37,7 +37,7 @@ class AdamW(torch.optim.AdamW):
     every DTensor costs the host time.
     """
 
-    def clip(self, divisor: Tensor, found_inf: Tensor) -> None:
+    def clip(self, divisor: Tensor | None, found_inf: Tensor | None) -> None:
         """Divide the gradients by `divisor` in the next step, or skip the update if found_inf is
         1.0. (torch.amp.GradScaler uses the same attributes, and multiplies its scale into ours.)
         Neither affects other gradients: `step` and `zero_grad` forget them."""
@@ -45,7 +45,7 @@ class AdamW(torch.optim.AdamW):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         super().zero_grad(set_to_none)
-        self.grad_scale = self.found_inf = None
+        self.clip(None, None)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

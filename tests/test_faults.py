@@ -226,7 +226,7 @@ def test_an_old_torch_is_named_before_anything_fails(tmp_path):
         env=os.environ | {"PYTHONPATH": str(tmp_path)},
     )  # fmt: skip
     assert found.returncode == 1
-    assert found.stderr == "error: torch 2.4.1 is too old: pip install --upgrade 'torch>=2.11'\n"
+    assert found.stderr == "error: torch 2.4.1 is too old: pip install -U 'torch>=2.11'\n"
 
 
 @pytest.mark.parametrize("script", ["train.py", "sample.py"])
