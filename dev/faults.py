@@ -11,8 +11,8 @@ fuzz: bad command lines, config files, environment variables, checkpoints, metad
 texts and tokenizers, and folders with links in them. The script must either do as asked or print a
 one-line error that names the culprit. It must never print a traceback or a control character, die
 of a signal, take more than a minute, or change a file elsewhere.
-preparations: kill a prepare script with two workers at a random moment, its parent process alone or
-all of them. The next one must write the same files as an uninterrupted one.
+preparations: kill a prepare script with two threads at a random moment. The next one must write the
+same files as an uninterrupted one.
 
 Prints the tries and failures per kind and the command of each failure; exits with 1 if there is
 any. Ctrl-C ends it early and prints the counts so far.
@@ -517,7 +517,6 @@ class Trial:
                 "val.bin",
                 "meta.json",
                 "train.bin.tmp",
-                ".shards",
                 "tokenizer.json",
             ],
             "convert.py": ["config.json", "model.tmp", "tokenizer.json", "model.safetensors"],
@@ -622,11 +621,11 @@ def mislead(kind: str, data: Path, whole: Path) -> None:
 
 
 def kill_preparation(path: Path, whole: Path) -> None:
-    """Kill a prepare script with two processes twice, run it again, and compare the files."""
+    """Kill a prepare script with two threads twice, run it again, and compare the files."""
     folder = Path(tempfile.mkdtemp(prefix="faults-"))
     command = [sys.executable, str(ROOT / "data/text/prepare.py"), f"--input={path}",
                "--tokenizer=byte", "--num_proc=2", f"--out={folder / 'out'}"]  # fmt: skip
-    kind = draw.choice(["killed preparation, the parent alone", "killed preparation, all of it"])
+    kind = "killed preparation"
     signum = draw.choice((signal.SIGKILL, signal.SIGTERM, signal.SIGHUP))
     for n in range(3):  # the third one is not killed
         process = start(command, folder)
@@ -634,8 +633,7 @@ def kill_preparation(path: Path, whole: Path) -> None:
             process.join(draw.uniform(0.1, 1.0) * PREPARATION_SECONDS)
             if process.is_alive():
                 tried[kind] += 1
-                send = os.kill if "alone" in kind else os.killpg
-                send(process.pid, signum)
+                os.kill(process.pid, signum)
         process.join(limit_seconds)
     for name in ("train.bin", "val.bin", "meta.json"):
         if process.exitcode or (folder / "out" / name).read_bytes() != (whole / name).read_bytes():
@@ -646,7 +644,7 @@ def kill_preparation(path: Path, whole: Path) -> None:
 
 def kill_preparations(folder: Path) -> None:
     global PREPARATION_SECONDS
-    prepare.BATCH, prepare.SAVE_SECONDS = 2**14, 0  # inherited by the processes
+    prepare.BATCH = 2**14  # inherited by the processes
     path = folder / "rows.jsonl"
     path.write_text("".join(json.dumps({"text": f"row {i} " * 9}) + "\n" for i in range(20_000)))
     began = time.monotonic()

@@ -4,10 +4,9 @@ Token files are headerless little-endian uint16, or uint32 when the vocabulary n
 holds the tokenizer, the vocabulary size and the dtype, and for each file the number of tokens, the
 number of bytes of their text, and the checksum (CRC-32).
 
-One process reads the documents in order, several tokenize them in batches, and the first one
-appends the tokens to files in `.shards/`, which is locked. Every few seconds `done.json` records
-how far it got, and after an interruption the next run continues there. The choice of held-out
-documents depends only on their position, not on processes or restarts.
+One thread reads the documents in order and writes their tokens; others tokenize them in batches
+(tokenizers release Python's lock). The files appear only when they are complete: an interrupted
+preparation starts over. The choice of held-out documents depends only on their position.
 """
 
 import contextlib
@@ -15,19 +14,15 @@ import functools
 import itertools
 import json
 import math
-import multiprocessing
 import os
 import shlex
 import shutil
-import signal
 import sys
-import threading
-import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import BrokenExecutor, ProcessPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 
@@ -39,8 +34,6 @@ from steady.folder import (
     crc_of_start,
     file_crc,
     remove_temporary,
-    replace_file,
-    sync_to_disk,
 )
 from steady.output import shown, waiting
 from steady.shuffle import scramble
@@ -62,10 +55,8 @@ from steady.tokenizer import (
 
 SPLITS = ("train", "val")
 FILES = (*(f"{split}.bin" for split in SPLITS), "meta.json")  # of a data set
-BATCH = 2**22  # characters that a process tokenizes at a time
-SAVE_SECONDS = 5  # between records of the progress
+BATCH = 2**20  # characters that a thread tokenizes at a time
 DOCUMENTS_PER_SHARD = 50_000
-SHARDS = ".shards"  # folder of unfinished files, removed at the end: a name no user would choose
 BPE_BYTES = 2**28  # of text to train a BPE on
 
 # settings of every hub data set's prepare.py, besides its own
@@ -75,7 +66,7 @@ split = "train"  # split of the repository; val_fraction of it is held out
 revision = "main"  # commit, tag or branch; a commit pins the data
 tokenizer = "gpt2"  # gpt2, byte, hf:PATH_OR_HUB_ID, or run:FOLDER
 special_tokens = False  # encode special tokens in the text as tokens: for chat data
-num_proc = 1  # processes that tokenize
+num_proc = 1  # threads that tokenize
 streaming = False  # read over the network without keeping a copy of the text
 max_tokens = 0  # stop after this many training tokens; 0: take all
 out = ""  # folder to write to; default: the data set's own
@@ -98,7 +89,7 @@ def write_dataset(
         for n, text in enumerate(splits[SPLITS[i]], 1):
             yield Piece(SPLITS[i], text, f"document {n} of {SPLITS[i]}")
 
-    tokens = write_tokens(Path(folder), tokenizer, None, read, len(SPLITS), 0)
+    tokens = write_tokens(Path(folder), tokenizer, read, len(SPLITS), 0)
     say_how_to_train(Path(folder), tokenizer)
     return tokens
 
@@ -106,12 +97,11 @@ def write_dataset(
 def write_tokens(
     folder: Path,
     tokenizer: Tokenizer,
-    source: dict[str, Any] | None,
     read: Callable[[int], Iterator[Piece]],
     n_parts: int,
     size: int,
     num_proc: int = 1,
-    skip_bad_rows: bool = False,
+    skip_bad_rows: bool | None = None,
     max_tokens: int = 0,
     unit: str = "document",
     total: int | None = None,
@@ -119,29 +109,18 @@ def write_tokens(
     """Make a data set of the documents in the parts `read(0)` to `read(n_parts - 1)`.
 
     Args:
-        source: everything the tokens depend on, to recognise those of an interrupted run; None
-            starts from the beginning.
         size: estimated bytes of the tokens.
+        skip_bad_rows: None if the user has no such setting.
         max_tokens: stop after this many training tokens; 0: take all.
         unit, total: of the documents' positions, for the progress bar.
     """
     refuse_foreign_files(folder)
-    shards, width = folder / SHARDS, token_dtype(tokenizer).itemsize
-    claim(shards)
-    if source is not None:
-        source = source | {"tokenizer": tokenizer.meta()}
-    paths = {split: shards / f"{split}.bin" for split in SPLITS}
-    done = source and read_progress(shards, source, width)
-    if not done or 0 < max_tokens < done["tokens"]["train"]:
-        done = {"source": source, "position": [0, 0], "skipped": [], "n_skipped": 0,
-                "tokens": dict.fromkeys(SPLITS, 0), "bytes": dict.fromkeys(SPLITS, 0)}  # fmt: skip
-        for path in paths.values():
-            path.unlink(missing_ok=True)
-    elif done["tokens"]["train"]:
-        print(f"continuing after {done['tokens']['train']:,} tokens of an interrupted run")
-    tokens = done["tokens"]
+    claim(folder)
+    remove_temporary(folder, FILES)
+    width, tokens = token_dtype(tokenizer).itemsize, dict.fromkeys(SPLITS, 0)
+    n_bytes, skipped, n_skipped = dict.fromkeys(SPLITS, 0), [], 0
     needed, free = max_tokens * width or size, shutil.disk_usage(folder).free
-    if needed - sum(tokens.values()) * width > free:
+    if needed > free:
         raise UserError(
             f"{folder} needs about {needed / 2**30:.1f} GiB, but {free / 2**30:.1f} are free: make "
             "room, or use --out=FOLDER on another disk"
@@ -149,164 +128,78 @@ def write_tokens(
     if max_tokens:
         unit, total = "token", max_tokens
     bar = waiting(None, total, "tokenizing", unit=unit, unit_scale=True)
-    saved = time.monotonic()
-    with contextlib.ExitStack() as stack, named_after(shards):
-        files = {s: stack.enter_context(open(path, "ab")) for s, path in paths.items()}
-        for split, file in files.items():
-            file.truncate(tokens[split] * width)  # the progress may be older
-        jobs = () if 0 < max_tokens <= tokens["train"] else batches(read, n_parts, done["position"])
-        for ids, n_bytes, bad, position, at in run_jobs(encode_batch, jobs, num_proc, tokenizer):
+    with contextlib.ExitStack() as stack:
+        stack.callback((folder / ".lock").unlink, missing_ok=True)
+        files = {s: stack.enter_context(atomic_write(folder / f"{s}.bin")) for s in SPLITS}
+        work = functools.partial(encode_batch, tokenizer)
+        for ids, sizes, bad, at in run_jobs(work, batches(read, n_parts), num_proc):
             if bad and not skip_bad_rows:
-                hint = " (--skip_bad_rows=True skips such rows)" if source is not None else ""
+                hint = "" if skip_bad_rows is None else " (--skip_bad_rows=True skips such rows)"
                 raise UserError(bad[0] + hint)
-            for split in SPLITS:
-                files[split].write(ids[split].data)  # ndarray.tofile hides that a disk is full
+            skipped, n_skipped = [*skipped, *bad][:10], n_skipped + len(bad)
+            for split, file in files.items():
+                file.write(ids[split].data)  # ndarray.tofile hides that a disk is full
                 tokens[split] += len(ids[split])
-                done["bytes"][split] += n_bytes[split]
-            done["skipped"] = [*done["skipped"], *bad][:10]
-            done["n_skipped"] += len(bad)
-            done["position"] = position
+                n_bytes[split] += sizes[split]
             advance(bar, tokens["train"] if max_tokens else at)
-            enough = 0 < max_tokens <= tokens["train"]
-            if enough or time.monotonic() - saved >= SAVE_SECONDS:
-                for file in files.values():
-                    sync_to_disk(file)
-                if source is not None:
-                    with atomic_write(shards / "done.json") as record:
-                        record.write(json.dumps(done).encode())
-                saved = time.monotonic()
-            if enough:
+            if 0 < max_tokens <= tokens["train"]:
                 break
         if 0 < max_tokens < tokens["train"]:
             files["train"].truncate(max_tokens * width)
             tokens["train"] = max_tokens
-            del done["bytes"]["train"]  # the bytes of its text are unknown
-        for file in files.values():
-            sync_to_disk(file)
-    if bar is not None:
-        bar.close()
-    if done["n_skipped"]:
-        print(visible("\n".join(done["skipped"] + ["..."] * (done["n_skipped"] > 10))))
-        print(f"warning: skipped {done['n_skipped']:,} bad rows")
-    try:
-        complete(folder, tokenizer, done)
-    finally:
-        shutil.rmtree(shards)  # after an error, they would block a second try with more text
+            del n_bytes["train"]  # the bytes of its text are unknown
+        if bar is not None:
+            bar.close()
+        if n_skipped:
+            print(visible("\n".join(skipped + ["..."] * (n_skipped > 10))))
+            print(f"warning: skipped {n_skipped:,} bad rows")
+        write_meta(folder, tokenizer, files, tokens, n_bytes)
     return tokens
 
 
-def read_progress(shards: Path, source: Any, width: int) -> dict[str, Any] | None:
-    """The progress of an interrupted run on the same source. None if there is none, if it is not
-    valid, or if a file is shorter than it says."""
-    with contextlib.suppress(ValueError, KeyError, TypeError):  # damaged, or of another version
-        done = read_json(shards / "done.json")
-        if done["source"] != source:
-            print("note: starting over: the settings differ from those of the interrupted run")
-            return None
-        counts = [done[name][split] for name in ("tokens", "bytes") for split in SPLITS]
-        counts += [*done["position"], done["n_skipped"]]
-        valid = all(type(n) is int and n >= 0 for n in counts) and len(done["position"]) == 2
-        valid = valid and all(type(text) is str for text in done["skipped"])
-        for split in SPLITS:
-            path, size = shards / f"{split}.bin", done["tokens"][split] * width
-            ours = path.is_file() and not path.is_symlink() and path.stat().st_nlink == 1
-            valid = valid and ours and path.stat().st_size >= size
-        return done if valid else None
-    return None
-
-
-@contextlib.contextmanager
-def named_after(path: Path) -> Iterator[None]:
-    """Name `path` in errors about a full disk, which name no file."""
-    try:
-        yield
-    except OSError as error:
-        error.filename = error.filename or str(path)
-        raise
-
-
-def batches(
-    read: Callable[[int], Iterator[Piece]], n_parts: int, position: Sequence[int] = (0, 0)
-) -> Iterator[tuple[list[Piece], list[int]]]:
-    """Batches of about BATCH characters of the documents after `position`, each with its own end.
-    A position is a part's number and the number of its pieces that come before."""
+def batches(read: Callable[[int], Iterator[Piece]], n_parts: int) -> Iterator[list[Piece]]:
+    """Batches of about BATCH characters of the documents."""
     batch, size = [], 0
-    for i in range(position[0], n_parts):
-        for n, piece in enumerate(read(i), 1):
-            if [i, n] <= list(position):
-                continue
-            batch.append(piece)
-            size += len(piece.text) + 100  # an empty document takes memory too
-            if size >= BATCH:
-                yield batch, [i, n]
-                batch, size = [], 0
+    for piece in itertools.chain.from_iterable(map(read, range(n_parts))):
+        batch.append(piece)
+        size += len(piece.text) + 100  # an empty document takes memory too
+        if size >= BATCH:
+            yield batch
+            batch, size = [], 0
     if batch:
-        yield batch, [n_parts, 0]
+        yield batch
 
 
-def run_jobs(
-    work: Callable, jobs: Iterable[Any], num_proc: int, tokenizer: Tokenizer | None = None
-) -> Iterator[Any]:
-    """The results of `work` on every job, in order. Several processes take turns, with at most two
-    jobs for each of them in memory."""
-    stopping = multiprocessing.RawValue("b", False)
-    if num_proc == 1:
-        start_process(tokenizer, stopping)
-        yield from map(work, jobs)
-        return
+def run_jobs(work: Callable, jobs: Iterable[Any], num_proc: int) -> Iterator[Any]:
+    """The results of `work` on every job, in order. Threads take turns, with at most two jobs for
+    each of them in memory."""
     num_proc = min(num_proc, 4 * (os.cpu_count() or 1))  # thousands would take all memory
-    pool = ProcessPoolExecutor(num_proc, initializer=start_process, initargs=(tokenizer, stopping))
     pending: deque[Any] = deque()
-    try:
-        for job in jobs:
-            pending.append(pool.submit(work, job))
-            if len(pending) == 2 * num_proc:
+    with ThreadPoolExecutor(num_proc) as pool:
+        try:
+            for job in jobs:
+                pending.append(pool.submit(work, job))
+                if len(pending) == 2 * num_proc:
+                    yield pending.popleft().result()
+            while pending:
                 yield pending.popleft().result()
-        while pending:
-            yield pending.popleft().result()
-    except BrokenExecutor:
-        raise UserError(
-            "a tokenizing process was killed, maybe because memory ran out: use a smaller "
-            "--num_proc; the same command continues where this one stopped"
-        ) from None
-    finally:
-        stopping.value = True
-        pool.shutdown(cancel_futures=True)
-
-
-def start_process(tokenizer: Tokenizer | None, stopping: Any) -> None:
-    """Set the tokenizer of `encode_batch`, and a flag that ends it early. A worker ends when its
-    parent is gone (F80), and leaves Ctrl-C to it: an exception while it sends a result would leave
-    the parent waiting for the rest."""
-    global process_tokenizer, process_stopping
-    process_tokenizer, process_stopping = tokenizer, stopping
-    parent = multiprocessing.parent_process()
-
-    def watch() -> None:
-        parent.join()
-        os._exit(1)
-
-    if parent is not None:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        threading.Thread(target=watch, daemon=True).start()
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
 
 
 def encode_batch(
-    job: tuple[list[Piece], list[int]],
-) -> tuple[dict[str, np.ndarray], dict[str, int], list[str], list[int], int]:
-    """The ids and bytes of a batch's text by split, messages about its bad documents, and the two
-    positions at which it ends."""
-    pieces, position = job
-    dtype, bad = token_dtype(process_tokenizer), []
+    tokenizer: Tokenizer, pieces: list[Piece]
+) -> tuple[dict[str, np.ndarray], dict[str, int], list[str], int]:
+    """The ids and bytes of a batch's text by split, messages about its bad documents, and the
+    position at which it ends."""
+    dtype, bad = token_dtype(tokenizer), []
     ids: dict[str, list[Any]] = {split: [np.empty(0, dtype)] for split in SPLITS}
     n_bytes = dict.fromkeys(SPLITS, 0)
     for piece in pieces:
-        if process_stopping.value:
-            break
         problem = piece.problem
         if problem is None:
             try:
-                ids[piece.split] += encode_document(process_tokenizer, piece)
+                ids[piece.split] += encode_document(tokenizer, piece)
                 n_bytes[piece.split] += len(piece.text.encode())
             except (KeyboardInterrupt, SystemExit, MemoryError, OSError):
                 raise
@@ -318,7 +211,7 @@ def encode_batch(
             if piece.before or piece.after:  # no part of a text can be skipped
                 raise UserError(bad[-1])
     joined = {s: np.concatenate(ids[s], dtype=dtype, casting="unsafe") for s in SPLITS}
-    return joined, n_bytes, bad, position, pieces[-1].at
+    return joined, n_bytes, bad, pieces[-1].at
 
 
 def encode_document(tokenizer: Tokenizer, piece: Piece) -> list[Sequence[int]]:
@@ -340,15 +233,21 @@ def advance(bar: Any, at: int) -> None:
         bar.update(at - bar.n)
 
 
-def complete(folder: Path, tokenizer: Tokenizer, done: dict[str, Any]) -> None:
-    """Make a data set of token files that are on disk. Only now do its files appear."""
-    remove_temporary(folder, FILES)
-    paths, tokens = {split: folder / SHARDS / f"{split}.bin" for split in SPLITS}, done["tokens"]
-    dtype = token_dtype(tokenizer)
+def write_meta(
+    folder: Path,
+    tokenizer: Tokenizer,
+    files: dict[str, BinaryIO],
+    tokens: dict[str, int],
+    n_bytes: dict[str, int],
+) -> None:
+    """Write meta.json for token files that are complete, but still have temporary names. It comes
+    first: without it the token files would count as nanoGPT's."""
+    dtype, paths = token_dtype(tokenizer), {s: Path(file.name) for s, file in files.items()}
     replaced = ", replacing an earlier data set" if (folder / "train.bin").exists() else ""
     ends = (tokenizer.begin_of_text is not None) + (tokenizer.end_of_text is not None)
-    for split, path in paths.items():
-        assert path.stat().st_size == tokens[split] * dtype.itemsize, (split, tokens)
+    for split, file in files.items():
+        file.flush()
+        assert paths[split].stat().st_size == tokens[split] * dtype.itemsize, (split, tokens)
         if tokens[split] <= ends:  # a single, empty text
             raise UserError(
                 f"the {split} split of {folder} would be empty: use more text, or another "
@@ -360,7 +259,7 @@ def complete(folder: Path, tokenizer: Tokenizer, done: dict[str, Any]) -> None:
         "vocab_size": tokenizer.vocab_size,
         "dtype": {2: "uint16", 4: "uint32"}[dtype.itemsize],
         "tokens": tokens,
-        "bytes": done["bytes"],
+        "bytes": n_bytes,
         "crc32": {split: file_crc(path) for split, path in paths.items()},
         "begins": {split: crc_of_start(path) for split, path in paths.items()},
         # the loss in nats of the best model that only knows token frequencies
@@ -368,8 +267,6 @@ def complete(folder: Path, tokenizer: Tokenizer, done: dict[str, Any]) -> None:
     }
     with atomic_write(folder / "meta.json") as file:
         file.write(json.dumps(meta, indent=1).encode() + b"\n")
-    for path in paths.values():
-        replace_file(path, folder / path.name)
     for split in SPLITS:
         print(f"{folder / split}.bin: {tokens[split]:,} tokens{replaced}")
     unknown = tokenizer.unknown() if isinstance(tokenizer, HFTokenizer) else None
@@ -503,16 +400,7 @@ def prepare_from_hub(
             f"{path} has no column text, only {shown(', '.join(dataset.column_names))}: save it as "
             "Parquet files, and pass them to data/text/prepare.py with --column=NAME"
         )
-    files = sorted(Path(path).rglob("*")) if Path(path).is_dir() else ()
-    own = folder.resolve()
-    local = [p for p in files if p.is_file() and own not in p.resolve().parents]
     n_shards = dataset.num_shards if streaming else math.ceil(len(dataset) / DOCUMENTS_PER_SHARD)
-    source = {
-        "path": path, "name": name, "split": split, "revision": revision,
-        "val_fraction": val_fraction,
-        "shards": n_shards, "documents": None if streaming else len(dataset),
-        "files": [[str(p), p.stat().st_size, p.stat().st_mtime_ns] for p in local],
-    }  # fmt: skip
     limit = np.uint64(int(val_fraction * 2**64))
 
     def read(i: int) -> Iterator[Piece]:
@@ -527,7 +415,7 @@ def prepare_from_hub(
 
     size = dataset.info.dataset_size or (0 if streaming else dataset.data.nbytes)
     # a token takes two bytes and covers about four bytes of text
-    write_tokens(folder, tokenizer, source, read, n_shards, size // 2, num_proc,
+    write_tokens(folder, tokenizer, read, n_shards, size // 2, num_proc,
                  True, max_tokens, unit="shard", total=n_shards)  # fmt: skip
 
 
@@ -561,7 +449,7 @@ def prepare_from_files(
     def texts(description: str) -> Iterator[str]:
         """All texts, for the tokenizers that are made from them."""
         bar = waiting(None, sum(sizes), description, unit="B", unit_scale=True)
-        for batch, _ in batches(lambda i: read(i, ByteTokenizer()), len(paths)):
+        for batch in batches(lambda i: read(i, ByteTokenizer()), len(paths)):
             for piece in batch:
                 if piece.problem is None:
                     yield piece.text
@@ -581,12 +469,8 @@ def prepare_from_files(
         # a single text file is one long document, as nanoGPT's data sets are
         several = len(paths) > 1 or textfiles.kind_of(paths[0]) != "text"
         chosen = CharTokenizer("".join(map(chr, np.flatnonzero(seen))), ends=several)
-    source = {
-        "files": [[str(p), p.stat().st_size, p.stat().st_mtime_ns] for p in paths],
-        "column": column, "val_fraction": val_fraction,
-    }  # fmt: skip
     size = sum(sizes) * 2 if tokenizer in ("char", "byte") else sum(sizes) // 2
-    write_tokens(folder, chosen, source, lambda i: read(i, chosen), len(paths), size, num_proc,
+    write_tokens(folder, chosen, lambda i: read(i, chosen), len(paths), size, num_proc,
                  skip_bad_rows, unit="B", total=sum(sizes))  # fmt: skip
     say_how_to_train(folder, chosen, tokenizer)
 
@@ -617,8 +501,7 @@ def run_named(name: str) -> tuple[Path, dict[str, Any], int]:
 
 
 def train_own_bpe(name: str, texts: Iterable[str]) -> Tokenizer:
-    """Train a BPE of the size in `bpe:SIZE`. The same texts give the same BPE, so an interrupted
-    run can train it again."""
+    """Train a BPE of the size in `bpe:SIZE`."""
     size = name.partition(":")[2]
     if not size.isdecimal():
         raise UserError(f"unknown tokenizer={name!r}: give the vocabulary size, as in bpe:8192")

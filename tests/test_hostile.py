@@ -207,20 +207,13 @@ def test_f82_no_link_of_a_data_set_or_an_export_is_followed(run, tmp_path, notes
         (to / name).symlink_to(notes)
     run("convert.py", f"--out_dir={tmp_path / 'out'}", f"--to={to}")
     assert notes.read_text() == "mine"
-    (tmp_path / "d2").mkdir()
-    (tmp_path / "elsewhere").mkdir()
-    (tmp_path / "d2" / ".shards").symlink_to(tmp_path / "elsewhere")
-    (tmp_path / "a.txt").write_text("text " * 99)
-    with pytest.raises(ValueError, match=".shards: .*link"):
-        prepare_from_files(tmp_path / "d2", "byte", [tmp_path / "a.txt"])
-    assert not list((tmp_path / "elsewhere").iterdir())
 
 
 def test_f82_no_other_file_has_the_name_of_a_lock(run, sums, tmp_path):
     precious = tmp_path / "precious.txt"
     precious.write_text("notes")
     precious.chmod(0o600)
-    for out in (tmp_path / "out", tmp_path / "data" / ".shards"):
+    for out in (tmp_path / "out", tmp_path / "data"):
         out.mkdir(parents=True)
         os.link(precious, out / ".lock")
     with pytest.raises(ValueError, match="lock is a hard link or not a regular file: delete"):

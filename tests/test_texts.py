@@ -1183,12 +1183,12 @@ def slow(tokenizer, piece):
     time.sleep(0.002)
     return encode(tokenizer, piece)
 prepare.encode_document = slow
-prepare.BATCH, prepare.SAVE_SECONDS = 4000, 0
+prepare.BATCH = 4000
 """
 
 
 def start_preparation(folder, path):
-    """Start a prepare script with two processes that takes seconds, in its own session."""
+    """Start a prepare script that takes seconds, in its own session."""
     code = SLOW + (
         "import sys, runpy\nsys.argv = ['prepare.py', *sys.argv[1:]]\n"
         "runpy.run_path('data/text/prepare.py', run_name='__main__')"
@@ -1206,87 +1206,27 @@ def in_session(leader):
     return [line for line in found if line.split() and "Z" not in line.split()[1]]
 
 
-def position(folder):
-    """The number of rows that an interrupted preparation has recorded as done."""
-    try:
-        return json.loads((folder / ".shards" / "done.json").read_text())["position"][1]
-    except FileNotFoundError:
-        return 0
-
-
 @pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGTERM, signal.SIGHUP])
-def test_f80_workers_end_with_the_preparation_that_was_killed(tmp_path, sent):
+def test_f80_a_preparation_that_is_killed_leaves_an_earlier_data_set_alone(tmp_path, sent):
+    """Before, its worker processes lived on and wrote into the files of the next preparation."""
+    names, out = ("train.bin", "val.bin", "meta.json"), tmp_path / "out"
     path = rows_file(tmp_path / "a.jsonl", [f"text {i} " * 9 for i in range(1500)])
     prepare_from_files(tmp_path / "expected", "byte", [path])
-    process = start_preparation(tmp_path / "out", path)
+    prepare_from_files(out, "byte", [rows_file(tmp_path / "b.jsonl", ["another text"] * 99)])
+    earlier = [(out / name).read_bytes() for name in names]
+    process = start_preparation(out, path)
     until = time.monotonic() + 60
-    while not (done := position(tmp_path / "out")) and time.monotonic() < until:
-        assert process.poll() is None
+    while not any(p.stat().st_size for p in out.glob("train.bin.*.tmp")):
+        assert process.poll() is None and time.monotonic() < until
         time.sleep(0.01)
-    os.kill(process.pid, sent)  # only the parent
+    os.kill(process.pid, sent)
     process.wait(timeout=30)
-    until = time.monotonic() + 10
-    while in_session(process.pid) and time.monotonic() < until:
-        time.sleep(0.05)
     assert not in_session(process.pid)
-    assert 0 < done <= position(tmp_path / "out") < 1500
-    prepare_from_files(tmp_path / "out", "byte", [path])
-    for name in ("train.bin", "val.bin", "meta.json"):
-        assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "expected" / name).read_bytes()
-    assert {p.name for p in (tmp_path / "out").iterdir()} == {"train.bin", "val.bin", "meta.json"}
-
-
-def interrupts(_):
-    return signal.getsignal(signal.SIGINT)
-
-
-def test_f80_workers_leave_ctrl_c_to_their_parent():
-    """A worker interrupted while it sends a result leaves the parent waiting for the rest."""
-    assert list(prepare.run_jobs(interrupts, range(2), num_proc=2)) == [signal.SIG_IGN] * 2
-
-
-@pytest.mark.parametrize("damage", ["longer", "shorter", "gone", "a link", "a hard link", "record"])
-def test_f80_files_count_only_if_they_are_as_long_as_their_record_says(
-    tmp_path, monkeypatch, damage
-):
-    path = rows_file(tmp_path / "a.jsonl", [f"text {i}" for i in range(300)])
-    prepare_from_files(tmp_path / "expected", "byte", [path])
-    monkeypatch.setattr(prepare, "BATCH", 2000)
-    monkeypatch.setattr(prepare, "SAVE_SECONDS", 0)
-    encode, jobs = prepare.encode_batch, []
-
-    def interrupted(job):
-        jobs.append(job)
-        if len(jobs) == 5:
-            raise KeyboardInterrupt
-        return encode(job)
-
-    monkeypatch.setattr(prepare, "encode_batch", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        prepare_from_files(tmp_path / "out", "byte", [path])
-    tokens = tmp_path / "out" / ".shards" / "train.bin"
-    content = tokens.read_bytes()
-    if damage != "longer":
-        tokens.unlink()
-    if damage == "longer":  # written after the last record
-        tokens.write_bytes(content + b"\0" * 99)
-    elif damage == "shorter":
-        tokens.write_bytes(content[:-2])
-    elif damage == "a link":
-        (tmp_path / "notes").write_bytes(content)
-        tokens.symlink_to(tmp_path / "notes")
-    elif damage == "a hard link":
-        (tmp_path / "notes").write_bytes(content)
-        os.link(tmp_path / "notes", tokens)
-    elif damage == "record":
-        tokens.write_bytes(content)
-        record = tokens.with_name("done.json")
-        record.write_text(json.dumps(json.loads(record.read_text()) | {"tokens": {"train": None}}))
-    prepare_from_files(tmp_path / "out", "byte", [path])
-    for name in ("train.bin", "val.bin", "meta.json"):
-        assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "expected" / name).read_bytes()
-    assert (jobs[0][1] in [job[1] for job in jobs[1:]]) is (damage != "longer")  # from the start
-    assert "link" not in damage or (tmp_path / "notes").read_bytes() == content
+    assert [(out / name).read_bytes() for name in names] == earlier
+    prepare_from_files(out, "byte", [path])
+    for name in names:
+        assert (out / name).read_bytes() == (tmp_path / "expected" / name).read_bytes()
+    assert {p.name for p in out.iterdir()} == {*names}
 
 
 def test_a_bpe_of_ones_own_is_the_same_tokenizer_by_its_folder(tmp_path):
@@ -1339,7 +1279,7 @@ def test_f80_files_of_two_data_sets_are_not_one(tmp_path, monkeypatch):
 
 
 def test_f80_two_preparations_do_not_write_at_once(other_run, tmp_path):
-    other_run(tmp_path / ".shards")
+    other_run(tmp_path)
     with pytest.raises(ValueError, match="another process is writing to"):
         write_dataset(tmp_path, ByteTokenizer(), {"train": ["abc"], "val": ["abc"]})
 

@@ -10,8 +10,8 @@ Each text file is a document, and its last tenth is held out for validation. In 
 held out. Files ending in .gz or .zst are unpacked. Each document ends with the tokenizer's
 end-of-text token (byte: 256; char: the last id, or none for a single text file). Empty documents
 are left out. Line endings, including CR LF, are kept (but some tokenizers normalise them). Files of
-any size need little memory, except for JSON lists. If a run is interrupted, run the same command
-again to continue. `**` in a glob does not follow links to folders, and each file is read only once.
+any size need little memory, except for JSON lists. `**` in a glob does not follow links to folders,
+and each file is read only once.
 """
 
 import glob
@@ -36,7 +36,7 @@ special_tokens = False  # encode special tokens that are spelled out in the text
 val_fraction = 0.1  # fraction held out for validation
 column = "text"  # name of the column with the text
 skip_bad_rows = False  # skip and report bad rows; False: stop at the first
-num_proc = 1  # number of tokenizer processes
+num_proc = 1  # number of tokenizer threads
 out = ""  # folder to write to; default: data/text
 
 configure(globals(), positional="")
