@@ -26,7 +26,6 @@ import sys
 import textwrap
 import traceback
 import types
-from collections.abc import Iterator
 from itertools import takewhile, zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -298,10 +297,10 @@ def run_config_file(
             if os.path.dirname(getattr(sys.modules[name], "__file__", None) or "") == folder:
                 del sys.modules[name]
     parsed, imported = ast.parse(source), set()  # imported: such as pi, from math
-    for node in lines_without_effect(parsed):
-        line = shown(source.splitlines()[node.lineno - 1].strip())
-        raise UserError(f"{path}, line {node.lineno}: {line} sets nothing: write name = value")
     for node in ast.walk(parsed):
+        if isinstance(node, ast.AnnAssign) and not node.value:  # n_layer: 6
+            line = shown(ast.unparse(node))
+            raise UserError(f"{path}, line {node.lineno}: {line} sets nothing: write name = value")
         if isinstance(node, ast.ImportFrom):
             imported |= {alias.asname or alias.name for alias in node.names}
             of_python = str(node.module).partition(".")[0] in sys.stdlib_module_names
@@ -317,35 +316,6 @@ def run_config_file(
                 f"unknown setting {key!r} in {path}{nearest(key, settings)} "
                 "(helper variables must begin with an underscore)"
             )
-
-
-WITHOUT_EFFECT = (ast.Compare, ast.Dict, ast.Set, ast.Name, ast.Tuple, ast.BinOp, ast.BoolOp)
-
-
-def lines_without_effect(parsed: ast.Module) -> Iterator[ast.stmt]:
-    """Lines of a config file that are Python but set nothing, such as `n_layer: 6`, `n_layer == 6`
-    and `n_layer, 6`."""
-    targets = [t for node in ast.walk(parsed) for t in getattr(node, "targets", ())]
-    assigned = {getattr(target, "id", "") for target in targets}
-    for node in parsed.body:
-        if isinstance(node, ast.AnnAssign) and not node.value:
-            if getattr(node.target, "id", "") not in assigned:
-                yield node
-    for node in statements(parsed):
-        if isinstance(node, ast.Expr) and isinstance(node.value, WITHOUT_EFFECT):
-            parts = {type(part) for part in ast.walk(node.value)}
-            if ast.NamedExpr not in parts and ast.Call not in parts:
-                yield node
-
-
-def statements(node: ast.AST) -> Iterator[ast.stmt]:
-    """All statements in `node`, except inside functions, classes and `try`."""
-    apart = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Try
-    for child in ast.iter_child_nodes(node):
-        if isinstance(child, ast.stmt):
-            yield child
-        if not isinstance(child, apart):
-            yield from statements(child)
 
 
 def parse(text: str, kind: type) -> Any:
