@@ -31,7 +31,6 @@ from steady.float8 import use_float8
 from steady.generate import sample_while_training
 from steady.memory import undone
 from steady.optim import AveragedWeights, StaticGradients, schedule_end, set_second_target
-from steady.profiler import start_profiler
 from steady.recompute import use_activation_checkpointing
 from steady.runlog import RunLog
 from steady.stop import Saving, StopRequest, stop_message
@@ -93,7 +92,6 @@ fp8 = False  # FP8 matmuls in the blocks (NVIDIA Ada or newer; faster for wide m
 activation_checkpointing = "none"  # recompute: none, selective (all but attention), block (all)
 parallel = "ddp"  # multi-GPU: ddp, or fsdp to shard a model too large for one GPU
 backend = "auto"  # for torch.distributed: auto, nccl, gloo
-profile = False  # trace a few steps to out_dir/trace.json
 
 config = configure(globals())
 
@@ -268,7 +266,6 @@ def save(path: Path, content: dict, overwrite: bool = True) -> bool:
 
 
 stop_request = StopRequest(process, saves=not eval_only)
-trace = start_profiler(out_path, profile and process.master, log.line)
 
 # -----------------------------------------------------------------------------
 # try a step; if it runs out of memory, use smaller micro-batches (same global batch)
@@ -351,7 +348,6 @@ with saving:  # from here on a signal ends the run after its step; before, at on
             log.step(iter_num - 1, loss_now, lr, norm_now)
             saving.require_finite({"loss": loss_now}, iter_num - 1, skipped_now)
         log.progress(iter_num)
-        trace.step()
 
 # -----------------------------------------------------------------------------
 # the end

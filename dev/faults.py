@@ -508,7 +508,6 @@ class Trial:
                 "best.pt",
                 "metrics.jsonl",
                 "wandb_id",
-                "trace.json",
                 "previous",
                 "ckpt.pt.tmp",
             ],

@@ -17,7 +17,7 @@ context = multiprocessing.get_context("forkserver")
 # found if pytest starts in the repository root; otherwise they are imported later.
 context.set_forkserver_preload(
     ["torch", "torch._dynamo", "torch.distributed.fsdp", "convert", "steady.compiling",
-     "steady.generate", "steady.memory", "steady.optim", "steady.profiler", "steady.recompute",
+     "steady.generate", "steady.memory", "steady.optim", "steady.recompute",
      "steady.runlog", "steady.stop"]
 )  # fmt: skip
 

@@ -1079,13 +1079,6 @@ def test_f22_resuming_goes_on_where_it_stopped(data, tmp_path):
     assert parts["losses"] == pytest.approx(whole["losses"], abs=5e-3)
 
 
-def test_profile_can_be_opened(data, tmp_path):
-    found = train(data, tmp_path, "--profile=True", "--max_iters=10")
-    assert "trace.json" in found["shown"]
-    trace = json.loads((tmp_path / "trace.json").read_text())
-    assert any(event.get("cat") == "kernel" for event in trace["traceEvents"])
-
-
 # ---- edits by a student ------------------------------------------------------------------------
 
 STUDENTS = [

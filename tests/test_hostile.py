@@ -187,11 +187,11 @@ def test_f82_a_lock_that_is_a_link_is_not_followed(run, sums, tmp_path, notes):
 def test_f82_no_link_of_a_run_is_followed(run, sums, tmp_path, notes):
     out = tmp_path / "out"
     out.mkdir()
-    names = ("ckpt.pt", "best.pt", "metrics.jsonl", "trace.json", "before_decay.pt")
+    names = ("ckpt.pt", "best.pt", "metrics.jsonl", "before_decay.pt")
     for name in names:
         (out / name).symlink_to(notes)
     run("train.py", *TINY, f"--dataset={sums}", f"--out_dir={out}", "--max_iters=9",
-        "--eval_interval=3", "--profile=True")  # fmt: skip
+        "--eval_interval=3")  # fmt: skip
     assert notes.read_text() == "mine"
     assert not any((out / name).is_symlink() for name in ("ckpt.pt", "best.pt", "metrics.jsonl"))
 
@@ -221,17 +221,6 @@ def test_f82_no_other_file_has_the_name_of_a_lock(run, sums, tmp_path):
     with pytest.raises(ValueError, match="lock is a hard link or not a regular file: delete"):
         write_dataset(tmp_path / "data", ByteTokenizer(), {"train": ["abc"], "val": ["abc"]})
     assert precious.read_text() == "notes" and precious.stat().st_mode & 0o777 == 0o600
-
-
-def test_f82_a_trace_does_not_follow_a_link(run, sums, tmp_path):
-    precious = tmp_path / "precious.txt"
-    precious.write_text("notes")
-    out = tmp_path / "out"
-    out.mkdir()
-    for name in ("trace.json.tmp", "trace.json"):
-        (out / name).symlink_to(precious)
-    run("train.py", *TINY, f"--dataset={sums}", f"--out_dir={out}", "--profile=True")
-    assert precious.read_text() == "notes" and not (out / "trace.json").is_symlink()
 
 
 # ---- F83: the user's own files ------------------------------------------------------------------

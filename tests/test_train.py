@@ -1129,14 +1129,6 @@ def test_samples_in_training_do_not_change_the_loss_curve(run, sums, tmp_path):
     ]
 
 
-def test_profile_writes_a_trace_of_a_few_steps(run, sums, tmp_path):
-    shown = train(run, tmp_path, sums, "--profile=True")
-    assert "trace.json (open it at ui.perfetto.dev)" in shown
-    trace = json.loads((tmp_path / "trace.json").read_text())
-    steps = {e["name"] for e in trace["traceEvents"] if e["name"].startswith("ProfilerStep")}
-    assert len(steps) == 3
-
-
 @pytest.mark.parametrize("kind", ["selective", "block"])
 def test_activation_checkpointing_leaves_the_loss_curve_as_it_is(run, sums, tmp_path, kind):
     for name in (kind, "none"):
