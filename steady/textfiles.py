@@ -58,7 +58,7 @@ def files_matching(pattern: str) -> list[Path]:
     """
     given = Path(pattern)
     if given.exists() or given.is_symlink():
-        return regular_files([given])
+        return [given] if not given.is_dir() else []
     parts = given.relative_to(given.anchor).parts
     parts = [part if part == "**" else part.replace("**", "*") for part in parts]
     parts += ["*"] * (parts[-1] == "**")
@@ -74,17 +74,7 @@ def files_matching(pattern: str) -> list[Path]:
             readable = folder.name == "lost+found" or os.access(folder, needed)
             if not readable and folder.is_dir():  # glob would pass over it
                 raise UserError(f"--input={pattern}: no permission to read the folder {folder}")
-    return sorted(regular_files(matches(len(parts))))
-
-
-def regular_files(paths: list[Path]) -> list[Path]:
-    """Those that are not folders. Raises UserError for devices, pipes and broken links."""
-    for path in paths:
-        if not path.exists():
-            raise UserError(f"{path} is a link to {os.readlink(path)}, which does not exist")
-        if not path.is_file() and not path.is_dir():
-            raise UserError(f"--input: {path} is not a regular file")
-    return [path for path in paths if path.is_file()]
+    return sorted(path for path in matches(len(parts)) if not path.is_dir())
 
 
 def pieces_of(
