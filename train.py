@@ -49,7 +49,6 @@ wandb_project = "owt"  # W&B project name
 wandb_run_name = "gpt2"  # W&B run name
 # data
 dataset = "openwebtext"  # a folder in data/, or a path
-verify_data = False  # check the data files against meta.json's checksums first
 batch_size = 12  # sequences per micro-batch; split if out of memory (same global batch)
 gradient_accumulation_steps = 40  # micro-batches per iteration, in total for all GPUs
 block_size = 1024  # context length: tokens per sequence
@@ -109,8 +108,6 @@ torch.manual_seed(seed)  # the same on every rank: initial weights are not broad
 # -----------------------------------------------------------------------------
 # data and model: three ways to start
 data = DataSet(dataset, vocab_size)
-if verify_data and process.master:
-    data.verify()
 requested = GPTConfig.from_settings(config, data.padded_vocab_size)
 if not eval_only or wandb_log:  # this run writes to out_dir: lock it
     distributed.on_rank0_first(process, lambda: folder.claim(out_path))

@@ -22,7 +22,7 @@ import torch
 from configurator import configs_for, dataset_name
 from steady import UserError
 from steady.distributed import SINGLE_PROCESS, Process
-from steady.folder import crc_of_start, file_crc, require_file
+from steady.folder import crc_of_start, require_file
 from steady.shuffle import permute, scramble
 from steady.tokenizer import META_KEYS, check_meta, read_json
 
@@ -119,16 +119,6 @@ class DataSet:
         bytes. Empty if meta.json has no byte counts."""
         n_tokens, n_bytes = (self.meta.get(key, {}).get("val", 0) for key in ("tokens", "bytes"))
         return {"val_bpb": val_loss / math.log(2) * n_tokens / n_bytes} if n_bytes else {}
-
-    def verify(self) -> None:
-        """Raises UserError if a file does not match its checksum in meta.json."""
-        for split, expected in self.meta.get("crc32", {}).items():
-            path = self.folder / f"{split}.bin"
-            if file_crc(path) != expected:
-                raise UserError(
-                    f"{path} does not match the checksum in its meta.json: prepare or copy the "
-                    "data set again"
-                )
 
     def summary(self, tokens_per_iter: int) -> str:
         """The description of the data at the start of a run's log."""

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from steady import UserError
-from steady.output import survive_closed_streams, waiting
+from steady.output import survive_closed_streams
 
 try:
     import fcntl
@@ -230,13 +230,3 @@ def crc_of_start(path: str | Path) -> int:
     """The CRC-32 of a file's first MiB, a quick way to tell files apart."""
     with open(path, "rb") as file:
         return zlib.crc32(file.read(2**20))
-
-
-def file_crc(path: str | Path) -> int:
-    """The CRC-32 of a file."""
-    crc = 0
-    with open(path, "rb") as file:
-        blocks, name = iter(lambda: file.read(2**24), b""), Path(path).name
-        for block in waiting(blocks, os.path.getsize(path) // 2**24 + 1, f"verifying {name}"):
-            crc = zlib.crc32(block, crc)
-    return crc

@@ -2,7 +2,7 @@
 
 Token files are headerless little-endian uint16, or uint32 when the vocabulary needs it. meta.json
 holds the tokenizer, the vocabulary size and the dtype, and for each file the number of tokens, the
-number of bytes of their text, and the checksum (CRC-32).
+number of bytes of their text, and the checksum (CRC-32) of its beginning.
 
 One thread reads the documents in order and writes their tokens; others tokenize them in batches
 (tokenizers release Python's lock). The files appear only when they are complete: an interrupted
@@ -32,7 +32,6 @@ from steady.folder import (
     atomic_write,
     claim,
     crc_of_start,
-    file_crc,
     remove_temporary,
 )
 from steady.output import shown, waiting
@@ -260,7 +259,6 @@ def write_meta(
         "dtype": {2: "uint16", 4: "uint32"}[dtype.itemsize],
         "tokens": tokens,
         "bytes": n_bytes,
-        "crc32": {split: file_crc(path) for split, path in paths.items()},
         "begins": {split: crc_of_start(path) for split, path in paths.items()},
         # the loss in nats of the best model that only knows token frequencies
         "unigram_entropy": float(-(probabilities * np.log(probabilities)).sum()),

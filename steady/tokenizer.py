@@ -413,7 +413,7 @@ META_VALUES = {  # checks of the values in meta.json
     "dtype": lambda v: v in ("uint16", "uint32"),
     "unigram_entropy": lambda v: type(v) in (int, float) and 0 <= v < 100,
     **{key: lambda v: isinstance(v, dict) and all(map(is_count, v.values()))
-       for key in ("tokens", "bytes", "crc32", "begins")},
+       for key in ("tokens", "bytes", "begins")},
 }  # fmt: skip
 TEMPLATES = "additional_chat_templates"  # transformers' folder of named templates
 NEEDED_KEY = {"char": "alphabet", "hf": "json"}  # by tokenizer

@@ -10,7 +10,7 @@ import torch
 from conftest import ROOT, SUMS, TINY
 
 from model import GPT, GPTConfig
-from steady import checkpoint, folder, output, visible
+from steady import checkpoint, output, visible
 from steady.dataloader import DataSet
 from steady.prepare import prepare_from_files, write_dataset
 from steady.tokenizer import ByteTokenizer, CharTokenizer, HFTokenizer, hf_tokenizer_meta
@@ -445,13 +445,12 @@ def test_f88_evaluations_saves_and_checks_are_waited_for_with_progress(
         return real(items, total, what, quiet=quiet, **options)
 
     real = output.waiting
-    for module in (output, checkpoint, folder):
+    for module in (output, checkpoint):
         monkeypatch.setattr(module, "waiting", waiting)
     arguments = [*TINY, f"--dataset={sums}", f"--out_dir={tmp_path}"]
-    shown = run("train.py", *arguments, "--max_iters=1", "--eval_iters=7", "--verify_data=True")
+    shown = run("train.py", *arguments, "--max_iters=1", "--eval_iters=7")
     names = [what for what, _ in seen]
-    for what in ("evaluating train_loss", "evaluating val_loss", "saving ckpt.pt",
-                 "verifying train.bin"):  # fmt: skip
+    for what in ("evaluating train_loss", "evaluating val_loss", "saving ckpt.pt"):
         assert what in names
     assert ("evaluating val_loss", 7) in seen
     assert dict(seen)["saving ckpt.pt"] > 30  # one per tensor
