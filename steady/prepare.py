@@ -276,29 +276,18 @@ def write_meta(
         )
 
 
-def say_how_to_train(folder: Path, tokenizer: Tokenizer, name: str = "") -> None:
+def say_how_to_train(folder: Path, tokenizer: Tokenizer) -> None:
     """Print the command that trains on a data set: with its own config, or with one for its kind of
-    tokens and this machine. With a run's tokenizer (`name` is run:FOLDER) it finetunes that run."""
+    tokens and this machine."""
     dataset, gpu = dataset_name(folder), shutil.which("nvidia-smi")
     own = [path.name for path in configs_for(dataset) if not path.name.startswith("eval")]
     own.sort(key=lambda config: config.endswith("_cpu.py") is bool(gpu))  # this machine's first
-    if name.startswith("run:"):
-        file, _, longest = run_named(name)
-        tokens = read_json(folder / "meta.json")["tokens"].values()
-        block_size = min(longest, *(n - 1 for n in tokens))
-        out_dir = os.path.relpath(os.path.abspath(file.parent) + "-finetuned")
-        config = "finetune_shakespeare.py"
-        flags = [f"--init_from={file}", f"--dataset={dataset}", f"--out_dir={out_dir}",
-                 f"--block_size={block_size}"]  # fmt: skip
-    elif own:
-        config, flags = own[0], []
-    else:
-        config = "train_shakespeare_char.py" if gpu else "train_shakespeare_char_cpu.py"
-        if gpu and tokenizer.vocab_size >= 1024:
-            config = "train_gpt2_muon.py"
-        flags = [f"--dataset={dataset}", f"--out_dir=out-{Path(dataset).name}"]
+    small = "train_shakespeare_char.py" if gpu else "train_shakespeare_char_cpu.py"
+    config = "train_gpt2_muon.py" if gpu and tokenizer.vocab_size >= 1024 else small
+    flags = [f"--dataset={dataset}", f"--out_dir=out-{Path(dataset).name}"]
     here = Path(os.path.relpath(CONFIGS.parent))
-    command = shlex.join(["python", str(here / "train.py"), str(here / "config" / config), *flags])
+    command = ["python", str(here / "train.py"), str(here / "config" / (own or [config])[0])]
+    command = shlex.join(command + ([] if own else flags))
     print(f"vocabulary size {tokenizer.vocab_size:,}; train on it with: {command}")
 
 
@@ -345,7 +334,7 @@ def prepare_hub_dataset(namespace: dict[str, Any]) -> None:
     name = config.pop("tokenizer")
     chosen = tokenizer_named(name, config.pop("special_tokens"))
     prepare_from_hub(folder, chosen, **config)
-    say_how_to_train(Path(folder), chosen, name)
+    say_how_to_train(Path(folder), chosen)
 
 
 def prepare_from_hub(
@@ -470,7 +459,7 @@ def prepare_from_files(
     size = sum(sizes) * 2 if tokenizer in ("char", "byte") else sum(sizes) // 2
     write_tokens(folder, chosen, lambda i: read(i, chosen), len(paths), size, num_proc,
                  skip_bad_rows, unit="B", total=sum(sizes))  # fmt: skip
-    say_how_to_train(folder, chosen, tokenizer)
+    say_how_to_train(folder, chosen)
 
 
 def tokenizer_named(name: str, special_tokens: bool) -> Tokenizer:
@@ -479,23 +468,16 @@ def tokenizer_named(name: str, special_tokens: bool) -> Tokenizer:
         raise UserError(f"special_tokens=True needs a gpt2, hf: or run: tokenizer, not {name}")
     if not name.startswith("run:"):
         return load_tokenizer(name, special_tokens)
-    meta = run_named(name)[1]
-    if special_tokens and meta.get("tokenizer") in ("byte", "char"):
-        raise UserError(f"special_tokens=True: {name} has a {meta['tokenizer']} tokenizer")
-    return from_meta(meta | ({"special_tokens": True} if special_tokens else {}))
-
-
-@functools.cache  # reading and checking the file takes seconds
-def run_named(name: str) -> tuple[Path, dict[str, Any], int]:
-    """The checkpoint of run:FOLDER (or run:FILE): its file, its tokenizer and its block_size."""
     from steady import checkpoint  # which needs torch
 
     path = Path(name.removeprefix("run:")).expanduser()
     file = path if path.is_file() else checkpoint.find(path)
     if not file.exists():
         raise UserError(f"--tokenizer={name}: there is no checkpoint of a run at {file}")
-    content = checkpoint.load(file)
-    return file, content["tokenizer"], content["model_config"]["block_size"]
+    meta = checkpoint.load(file)["tokenizer"]
+    if special_tokens and meta.get("tokenizer") in ("byte", "char"):
+        raise UserError(f"special_tokens=True: {name} has a {meta['tokenizer']} tokenizer")
+    return from_meta(meta | ({"special_tokens": True} if special_tokens else {}))
 
 
 def train_own_bpe(name: str, texts: Iterable[str]) -> Tokenizer:

@@ -838,7 +838,7 @@ def test_f68_folders_may_begin_with_the_home_folder(tmp_path, monkeypatch):
     whole = load_tokenizer(f"hf:{tmp_path}/own")
     assert load_tokenizer("hf:~/own").encode("a story") == whole.encode("a story")
     with pytest.raises(ValueError, match=f"no checkpoint of a run at {tmp_path}/own/"):
-        prepare.run_named("run:~/own")
+        prepare.tokenizer_named("run:~/own", False)
 
 
 def test_f68_hf_may_name_the_file_itself(tmp_path):
@@ -1011,22 +1011,6 @@ def test_a_data_set_elsewhere_is_named_by_its_path(tmp_path, monkeypatch, capsys
 def test_a_run_without_a_checkpoint_has_no_tokenizer():
     with pytest.raises(ValueError, match="--tokenizer=run:nowhere: there is no checkpoint of a"):
         prepare.tokenizer_named("run:nowhere", False)
-
-
-def test_after_preparing_with_a_runs_tokenizer_the_last_line_finetunes_that_run(
-    run, sums, tmp_path, monkeypatch
-):
-    mine, text = tmp_path / "out-mine", tmp_path / "a.txt"
-    run("train.py", *TINY, f"--dataset={sums}", f"--out_dir={mine}", "--max_iters=1")
-    before = (mine / "ckpt.pt").read_bytes()
-    text.write_text("1+2=3\n" * 20, encoding="utf-8")  # val.bin is shorter than the run's context
-    shown = run("data/text/prepare.py", f"--input={text}", f"--tokenizer=run:{mine}",
-                f"--out={tmp_path / 'mine'}")  # fmt: skip
-    command = shlex.split(shown.splitlines()[-1].partition("python ")[2])
-    monkeypatch.chdir(ROOT)
-    shown = run(*command, "--max_iters=1", "--eval_iters=1", "--device=cpu", "--compile=False")
-    assert "finished at iteration 1" in shown and (mine / "ckpt.pt").read_bytes() == before
-    assert (tmp_path / "out-mine-finetuned" / "ckpt.pt").exists()
 
 
 def test_ones_own_bpe_is_trained_kept_and_exported(run, tmp_path):
