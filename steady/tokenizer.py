@@ -21,7 +21,7 @@ class Tokenizer(Protocol):
 
     Byte and character tokenizers also have `encode_array(text) -> np.ndarray`, because lists of
     Python integers would take most of the preparation time. Tokenizers whose ids depend on the
-    surrounding text have `encode_between(before, text, after) -> list[int]`.
+    surrounding text have `encode_between(before, text, after) -> Sequence[int]`.
     """
 
     vocab_size: int
@@ -180,6 +180,12 @@ class GPT2Tokenizer:
             parts = [self.encode_text(part) for part in text.split("<|endoftext|>")]
             return parts[0] + [i for part in parts[1:] for i in (self.end_of_text, *part)]
         return self.encode_text(text)
+
+    def encode_between(self, before: str, text: str, after: str) -> Sequence[int]:
+        if self.special_tokens or len(text) >= 2 * PIECE:
+            return self.encode(text)
+        # the ids as an array: threads would wait for each other to make lists
+        return self.encoding.encode_to_numpy(text, disallowed_special=())
 
     def encode_text(self, text: str) -> list[int]:
         if len(text) < 2 * PIECE:

@@ -285,12 +285,12 @@ def test_f63_a_row_that_the_tokenizer_fails_on_is_named_and_left_out_if_asked(
     class Panic(BaseException):
         """Like a panic in Rust: not an Exception."""
 
-    def encode(self, text):
+    def encode(self, before, text, after):
         if "poison" in text:
             raise Panic("stack overflow")
         return list(text.encode())
 
-    monkeypatch.setattr(GPT2Tokenizer, "encode", encode)
+    monkeypatch.setattr(GPT2Tokenizer, "encode_between", encode)
     monkeypatch.setattr(prepare, "BATCH", 300)
     rows = [f"text {i}" for i in range(60)]
     path = rows_file(tmp_path / "a.jsonl", rows[:30] + ["poison"] + rows[30:])
