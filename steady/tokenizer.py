@@ -281,7 +281,8 @@ class HFTokenizer:
 
     def encoding_of(self, tokenizer: Any, text: str) -> Any:
         try:
-            return tokenizer.encode(text, add_special_tokens=False)
+            # unlike encode, it releases Python's lock
+            return tokenizer.encode_batch([text], add_special_tokens=False)[0]
         except Exception as error:  # a vocabulary without an unknown token
             raise UserError(
                 f"the tokenizer cannot encode all of {reprlib.repr(text)}: {error}"
