@@ -37,7 +37,7 @@ class AdamW(torch.optim.AdamW):
     every DTensor costs the host time.
     """
 
-    def clip(self, divisor: Tensor | None, found_inf: Tensor | None) -> None:
+    def clip(self, divisor: Tensor, found_inf: Tensor) -> None:
         """Divide the gradients by `divisor` in the next step, or skip the update if found_inf is
         1.0. (torch.amp.GradScaler uses the same attributes, and multiplies its scale into ours.)
         Neither affects other gradients: `step` and `zero_grad` forget them."""
@@ -45,7 +45,8 @@ class AdamW(torch.optim.AdamW):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         super().zero_grad(set_to_none)
-        self.clip(None, None)
+        for name in ("grad_scale", "found_inf"):
+            vars(self).pop(name, None)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -54,7 +55,7 @@ class AdamW(torch.optim.AdamW):
         for group in self.param_groups:
             if group.get("muon"):  # only in Muon, below
                 self.update_matrices(group)
-        self.grad_scale = self.found_inf = None
+        self.grad_scale = self.found_inf = None  # not deleted: GradScaler does that
         return loss
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

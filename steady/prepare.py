@@ -33,6 +33,7 @@ from steady.folder import (
     claim,
     crc_of_start,
     remove_temporary,
+    sync_to_disk,
 )
 from steady.output import shown, waiting
 from steady.shuffle import scramble
@@ -54,7 +55,7 @@ from steady.tokenizer import (
 
 SPLITS = ("train", "val")
 FILES = (*(f"{split}.bin" for split in SPLITS), "meta.json")  # of a data set
-BATCH = 2**20  # characters that a thread tokenizes at a time
+BATCH = 2**22  # characters that a thread tokenizes at a time
 DOCUMENTS_PER_SHARD = 50_000
 BPE_BYTES = 2**28  # of text to train a BPE on
 
@@ -245,7 +246,7 @@ def write_meta(
     replaced = ", replacing an earlier data set" if (folder / "train.bin").exists() else ""
     ends = (tokenizer.begin_of_text is not None) + (tokenizer.end_of_text is not None)
     for split, file in files.items():
-        file.flush()
+        sync_to_disk(file)  # while an earlier data set is still complete
         assert paths[split].stat().st_size == tokens[split] * dtype.itemsize, (split, tokens)
         if tokens[split] <= ends:  # a single, empty text
             raise UserError(

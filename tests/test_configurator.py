@@ -198,6 +198,13 @@ def test_a_line_of_a_config_file_that_sets_nothing_is_named(settings, tmp_path):
     (tmp_path / "c.py").write_text("rate = 0.5\nsteps: 3\n")
     with pytest.raises(ValueError, match="c.py, line 2: 'steps: 3' sets nothing: write name = va"):
         resolve(settings, [str(tmp_path / "c.py")])
+    for fine in (
+        "steps: int\nsteps = 3\n",
+        "from typing import NamedTuple\nclass Shape(NamedTuple):\n    layers: int\n",
+        "def _half(n):\n    result: int\n    return n // 2\n",
+    ):
+        (tmp_path / "c.py").write_text(fine + "rate = 0.25\n")
+        assert resolve(settings, [str(tmp_path / "c.py")])["rate"] == 0.25
 
 
 def test_missing_config_file_and_missing_value_say_what_to_write(settings):

@@ -247,6 +247,18 @@ def test_clipping_affects_the_next_step_only(norm):
     assert torch.equal(layers[0].weight, layers[1].weight)
 
 
+def test_a_scaler_works_without_unscale_after_our_zero_grad():
+    layer = nn.Linear(2, 2)
+    optimizer, scaler = adamw(layer), torch.amp.GradScaler("cpu")
+    before = layer.weight.detach().clone()
+    for _ in range(2):
+        optimizer.zero_grad()
+        scaler.scale(layer(torch.ones(1, 2)).sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    assert not torch.equal(layer.weight, before)
+
+
 @pytest.mark.parametrize("kind", ["adamw", "muon"])
 def test_a_second_step_does_not_clip_by_the_factor_of_the_first(kind):
     """It divided the gradients again, and so did a step after another way to zero gradients."""

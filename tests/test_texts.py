@@ -1,5 +1,6 @@
 """Texts, tokenizers, samples and exports like those of users (F61 to F69)."""
 
+import errno
 import gzip
 import json
 import math
@@ -1211,6 +1212,30 @@ def test_f80_a_preparation_that_is_killed_leaves_an_earlier_data_set_alone(tmp_p
     for name in names:
         assert (out / name).read_bytes() == (tmp_path / "expected" / name).read_bytes()
     assert {p.name for p in out.iterdir()} == {*names}
+
+
+def test_f80_a_full_disk_that_only_fsync_reports_leaves_an_earlier_data_set_alone(
+    tmp_path, monkeypatch
+):
+    names, out = ("train.bin", "val.bin", "meta.json"), tmp_path / "out"
+    prepare_from_files(out, "byte", [rows_file(tmp_path / "b.jsonl", ["another text"] * 99)])
+    earlier, sync = [(out / name).read_bytes() for name in names], os.fsync
+
+    def full(descriptor):
+        if "train.bin" in os.readlink(f"/proc/self/fd/{descriptor}"):
+            raise OSError(errno.EDQUOT, "Disk quota exceeded")
+        sync(descriptor)
+
+    monkeypatch.setattr("steady.folder.os.fsync", full)
+    with pytest.raises(OSError, match="Disk quota exceeded"):
+        prepare_from_files(out, "byte", [rows_file(tmp_path / "a.jsonl", ["one text"] * 99)])
+    assert [(out / name).read_bytes() for name in names] == earlier
+
+
+def test_links_that_form_a_loop_are_refused_in_one_line(run, tmp_path):
+    (tmp_path / "loop.txt").symlink_to("loop.txt")
+    with pytest.raises(ValueError, match="cannot read .*loop.txt: .*symbolic links"):
+        run("data/text/prepare.py", f"--input={tmp_path}/*", f"--out={tmp_path}/out")
 
 
 def test_a_bpe_of_ones_own_is_the_same_tokenizer_by_its_folder(tmp_path):

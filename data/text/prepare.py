@@ -44,14 +44,15 @@ configure(globals(), positional="")
 if not input:
     raise UserError("no input: pass --input=FILE, or a glob such as --input='notes/**/*.md'")
 folder = Path(out or Path(__file__).parent)
-written = {(folder / name).resolve() for name in FILES}
+written = {Path(os.path.realpath(folder / name)) for name in FILES}
 paths: dict[Path, Path] = {}  # resolved path: path as given
 whole = os.path.isfile(os.path.expanduser(input))  # a name with a comma
 for name in [glob.escape(input)] if whole else input.split(","):
     pattern = os.path.expanduser(name.strip())
     if not pattern:
         raise UserError(f"--input={input} has an empty name between its commas, or at either end")
-    found = [(path.resolve(), path) for path in files_matching(pattern)]
+    # Path.resolve fails on links that form a loop
+    found = [(Path(os.path.realpath(path)), path) for path in files_matching(pattern)]
     # skip the output of an earlier run
     found = [(place, path) for place, path in found if place not in written]
     if not found:
