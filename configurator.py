@@ -297,14 +297,12 @@ def run_config_file(
             if os.path.dirname(getattr(sys.modules[name], "__file__", None) or "") == folder:
                 del sys.modules[name]
     parsed, imported = ast.parse(source), set()  # imported: such as pi, from math
-    targets = [t for node in ast.walk(parsed) for t in getattr(node, "targets", ())]
+    assigned = {ast.unparse(t) for node in ast.walk(parsed) for t in getattr(node, "targets", ())}
     for node in parsed.body:
-        if isinstance(node, ast.AnnAssign) and not node.value:  # n_layer: 6
-            line = ast.unparse(node)
-            if ast.unparse(node.target) not in map(ast.unparse, targets):
-                raise UserError(
-                    f"{path}, line {node.lineno}: {shown(line)} sets nothing: write name = value"
-                )
+        bare = isinstance(node, ast.AnnAssign) and not node.value  # n_layer: 6
+        if bare and ast.unparse(node.target) not in assigned:
+            line = shown(ast.unparse(node))
+            raise UserError(f"{path}, line {node.lineno}: {line} sets nothing: write name = value")
     for node in ast.walk(parsed):
         if isinstance(node, ast.ImportFrom):
             imported |= {alias.asname or alias.name for alias in node.names}

@@ -43,10 +43,10 @@ from steady.tokenizer import (
     write_hf_tokenizer,
 )
 
-# which checkpoint
+# checkpoint
 out_dir = "out"  # folder of the checkpoint
 ckpt = ""  # a file in out_dir; default: best.pt if there is one, else ckpt.pt
-# what to write
+# output
 to = ""  # required: folder to write to
 dtype = "auto"  # float32, bfloat16, float16, or auto: the pretrained model's, else float32
 

@@ -350,7 +350,7 @@ def load_state(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
     old = saved.get("param_groups")
     old = old if isinstance(old, list) else []
     for group, values in zip(optimizer.param_groups, old, strict=False):
-        if isinstance(values, dict):  # what a scheduler has changed
+        if isinstance(values, dict):  # changes by a scheduler
             group |= {name: value for name, value in values.items() if name not in own}
     expected = sum(parameter in optimizer.state for parameter in parameters)
     if len(states) != expected:

@@ -64,7 +64,7 @@ def files_matching(pattern: str) -> list[Path]:
     parts += ["*"] * (parts[-1] == "**")
 
     def matches(n: int) -> list[Path]:
-        """What the first n parts of the pattern match."""
+        """The paths that match the first n parts of the pattern."""
         found = Path(given.anchor).glob("/".join(parts[:n]))
         return [x for x in found if not any(p[0] == "." and p not in parts for p in x.parts)]
 
