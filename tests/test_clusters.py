@@ -1,5 +1,6 @@
 """Limited file systems, multi-process launches, shared folders, notebooks (F70 to F78)."""
 
+import itertools
 import json
 import os
 import shutil
@@ -15,6 +16,7 @@ import torch
 from conftest import ROOT, TINY, free_port
 from torch import nn
 
+import model as model_file
 from configurator import read_settings, resolve
 from model import GPT, GPTConfig
 from steady import UserError, checkpoint, distributed, folder
@@ -430,6 +432,24 @@ def test_f79_values_that_fsdp_does_not_know_are_refused_by_name(name):
     else:
         with pytest.raises(UserError, match=message):
             distributed.require_initial_values(model, groups)
+
+
+def test_f79_values_may_be_rounded_differently(monkeypatch):
+    tables, calls = model_file.rope_tables, itertools.count()
+
+    def rounded(*args):
+        factor = 1 + next(calls) * 2e-7
+        return [table * factor for table in tables(*args)]
+
+    monkeypatch.setattr(model_file, "rope_tables", rounded)
+    config = GPTConfig(block_size=8, vocab_size=64, n_layer=3, n_head=2, n_embd=16)
+    with torch.device("meta"):
+        model = GPT(config)
+    distributed.require_initial_values(model, distributed.fsdp_groups(model))
+    other = torch.ones(3)
+    assert not distributed.equal_up_to_rounding(other, other + 1e-3)
+    assert not distributed.equal_up_to_rounding(other, other * torch.nan)
+    assert not distributed.equal_up_to_rounding(other, other[:2])
 
 
 def test_f79_meta_weights_are_drawn_as_others_are():
