@@ -53,8 +53,7 @@ class GPTConfig:
                  "n_head": (1, 10**6), "n_kv_head": (0, 10**6), "n_embd": (1, 10**6),
                  "n_hidden": (0, 10**6), "head_dim": (0, 10**6)}  # fmt: skip
         for name, (least, most) in sizes.items():
-            if not least <= getattr(self, name) <= most:
-                value = getattr(self, name)
+            if not least <= (value := getattr(self, name)) <= most:
                 raise UserError(f"{name}={value} must be at least {least} and at most {most}")
         self.n_kv_head = self.n_kv_head or self.n_head
         self.n_hidden = self.n_hidden or math.ceil(8 * self.n_embd / 3 / 64) * 64
@@ -204,7 +203,8 @@ def fingerprint(weight: Tensor) -> tuple:
     """Identify a weight by its values. On the meta device, where it has no values, use its id."""
     if weight.is_meta:
         return id(weight), weight._version  # the version counts in-place changes
-    return weight.shape, weight.detach().sum(dtype=torch.float32).item()
+    bits = {2: torch.int16, 4: torch.int32}.get(weight.itemsize, torch.int64)
+    return weight.shape, weight.detach().view(bits).sum().item()  # as integers: sums are exact
 
 
 @contextlib.contextmanager

@@ -81,6 +81,8 @@ def require_plain(content: dict[str, Any], path: Path) -> None:
     for key, value in content.items():
         file = io.BytesIO()
         try:
+            if odd := [tensor for tensor in tensors_in(value) if not is_dense(tensor)]:
+                raise ValueError(f"a tensor that is not dense: {odd[0].layout}")
             torch.save(tree_map(lambda v: None if isinstance(v, Tensor) else v, value), file)
             file.seek(0)
             torch.load(file, weights_only=True)
@@ -88,8 +90,9 @@ def require_plain(content: dict[str, Any], path: Path) -> None:
             found = re.search(r"GLOBAL (\S+)", str(error))
             kind = found[1] if found else f"something else ({error})"
             raise UserError(
-                f"{path} cannot hold {key!r}, because it has {kind}: save only tensors, numbers, "
-                "strings, lists, tuples and dicts (of a module or optimizer: its state_dict())"
+                f"{path} cannot hold {key!r}, because it has {kind}: save only dense tensors, "
+                "numbers, strings, lists, tuples and dicts (of a module or optimizer: its "
+                "state_dict())"
             ) from None
 
 
@@ -114,8 +117,9 @@ def save(
 
     Raises UserError for weights that are not finite, so that they never replace good ones.
     """
-    names = parameter_names(content.get("model"))
+    names = trainable_names(content.get("model"))
     content = {"format": FORMAT, "launch": distributed.launch_id()} | as_saved(content)
+    names = [name for name in names if name in content["model"]]  # your state_dict() may leave some
     require_plain(content, path)
     if not process.shards_model:
         if not process.master:
@@ -132,7 +136,9 @@ def save(
         if not isinstance(value, Tensor):
             return value
         local = distributed.local_shards([value])[0]
-        key = local.data_ptr() or id(value), value.shape, local.stride(), value.dtype  # tied: once
+        # tied weights count once, also in a process that has none of their rows
+        memory = local.untyped_storage().data_ptr() or id(value), local.storage_offset()
+        key = *memory, value.shape, local.stride(), value.dtype
         with without_data:
             return records.setdefault(key, (value, torch.empty(value.shape, dtype=value.dtype)))[1]
 
@@ -195,7 +201,7 @@ def write_parts(
 ) -> list[tuple[int, int]]:
     """Write this process's rows of sharded tensors to their offsets in the file `path`. The first
     process also writes all other tensors. Returns the checksum and size of each piece."""
-    if torch.accelerator.is_available():
+    if not all(tensor.device.type == "cpu" for tensor in tensors):
         torch.accelerator.synchronize()  # each thread has its own stream
 
     def write(tensor: Tensor, offset: int) -> tuple[int, int]:
@@ -207,6 +213,7 @@ def write_parts(
         offset += first_row * math.prod(part.shape[1:]) * part.element_size()
         return write_data(path, part, offset)
 
+    assert len(tensors) == len(offsets), "the processes have different tensors"
     with ThreadPoolExecutor(THREADS) as pool:
         parts, name = pool.map(write, tensors, offsets), path.name.rsplit(".", 2)[0]
         quiet = not process.master
@@ -283,11 +290,11 @@ def times(a: int, b: int) -> int:
     return product
 
 
-def parameter_names(model: nn.Module | dict[str, Tensor] | None) -> list[str]:
-    """The names of a model's parameters, without its buffers, which may hold anything. For a state
-    dict: all names."""
+def trainable_names(model: nn.Module | dict[str, Tensor] | None) -> list[str]:
+    """The names of a model's parameters, without buffers and frozen parameters, which may hold
+    anything, such as a mask of -inf. For a state dict: all names."""
     if isinstance(model, nn.Module):
-        return [name for name, _ in model.named_parameters()]
+        return [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     return list(model or ())
 
 
@@ -548,8 +555,7 @@ def check_tensors(content: Any, path: Path) -> None:
     storage, or one whose strides repeat a few values can claim any size."""
     declared = {}  # shared tensors count once
     for tensor in tensors_in(content):
-        plain = tensor.layout == torch.strided and tensor.device.type == "cpu"
-        if not plain or tensor.is_nested or tensor.is_quantized:
+        if not is_dense(tensor) or tensor.device.type != "cpu":
             found = f"{tensor.dtype}, {tensor.layout}, {tensor.device}"
             raise UserError(f"{path} holds something other than dense numeric tensors ({found})")
         size = tensor.numel() * tensor.element_size()
@@ -558,6 +564,10 @@ def check_tensors(content: Any, path: Path) -> None:
         declared[tensor.data_ptr(), tensor.shape, tensor.stride()] = size
     if sum(declared.values()) > 2 * path.stat().st_size:  # views share their storage
         raise UserError(f"{path} declares more bytes of tensors than the file has")
+
+
+def is_dense(tensor: Tensor) -> bool:
+    return tensor.layout == torch.strided and not tensor.is_nested and not tensor.is_quantized
 
 
 def tensors_in(content: Any) -> list[Tensor]:
@@ -626,7 +636,7 @@ def load_weights(
     for name, tensor in tensors.items():
         own[name] = distributed.local_shards([tensor])[0]
         own[name].copy_(distributed.local_rows(weights[name], tensor))
-    check_finite({name: own[name] for name in parameter_names(model) if name in own}, path)
+    check_finite({name: own[name] for name in trainable_names(model) if name in own}, path)
 
 
 def find(out_dir: Path, name: str = "") -> Path:

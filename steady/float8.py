@@ -73,7 +73,7 @@ class Float8Linear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         rows = x.numel() // x.shape[-1]
-        if not self.training or not torch.is_grad_enabled() or rows % MULTIPLE:
+        if not self.training or not torch.is_grad_enabled() or not rows or rows % MULTIPLE:
             return super().forward(x)
         y = _Float8Matmul.apply(x.flatten(0, -2).bfloat16(), self.weight)
         y = y.unflatten(0, x.shape[:-1])

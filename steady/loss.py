@@ -50,9 +50,9 @@ def linear_cross_entropy(
     if targets.dim() < 2 and isinstance(share, Tensor):
         raise ValueError("second_target needs targets of shape (B, T), not flattened")
     dtype = compute_dtype(hidden)
-    n_rows, vocab_size = hidden.shape[0], weight.shape[0]
-    n_chunks = math.ceil(n_rows * vocab_size / chunk_elements)
-    chunk = math.ceil(n_rows / n_chunks)
+    n_chunks = math.ceil(len(hidden) * len(weight) / chunk_elements)
+    most = 2**14 if dtype == torch.float16 else len(hidden)  # a sum of more rows may overflow
+    chunk = min(most, math.ceil(len(hidden) / n_chunks))
     if chunk > 1024:  # whole matmul tiles; the last chunk may be smaller
         chunk = math.ceil(chunk / 256) * 256
     if torch.is_grad_enabled():

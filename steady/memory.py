@@ -209,7 +209,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 def release() -> None:
     """Free what a failed attempt left behind: compiled code, CUDA graph pools, cached blocks."""
     torch._dynamo.reset()
-    if torch.cuda.is_available():
+    if torch.cuda.is_initialized():  # not on a CPU
         from torch._inductor import cudagraph_trees
 
         cudagraph_trees.reset_cudagraph_trees()

@@ -15,7 +15,7 @@ import pytest
 import torch
 from conftest import TINY
 
-from steady import checkpoint, distributed
+from steady import checkpoint, distributed, memory
 from steady.distributed import Process
 from steady.stop import Saving, StopRequest
 
@@ -422,6 +422,7 @@ def test_content_that_does_not_fit_is_named_wherever_a_checkpoint_is_read(run, s
     (collections.deque([1]), "collections.deque"), (Path("x"), "pathlib"),
     ({"teacher": torch.nn.Linear(1, 1)}, "torch.nn.modules.linear.Linear"),
     ([lambda: 1], "something else"),
+    ({"mask": torch.eye(4).to_sparse()}, r"something else \(a tensor that is not dense"),
 ])  # fmt: skip
 def test_an_entry_that_could_not_be_loaded_is_refused_before_training(tmp_path, value, named):
     """Before, it was saved, and the checkpoint could never be loaded."""
@@ -437,6 +438,36 @@ def test_an_entry_that_could_not_be_loaded_is_refused_before_training(tmp_path, 
     )
     with pytest.raises(ValueError, match=f"ckpt.pt cannot hold 'smooth', because it has {named}"):
         saving.__enter__()
+
+
+def test_a_state_dict_may_leave_out_a_part_of_the_model(tmp_path):
+    """Such as the teacher of a distillation."""
+
+    class Student(torch.nn.Linear):
+        def __init__(self):
+            super().__init__(2, 2)
+            self.teacher = torch.nn.Linear(2, 2)
+
+        def state_dict(self, *arguments, **more):
+            state = super().state_dict(*arguments, **more)
+            return {name: value for name, value in state.items() if "teacher" not in name}
+
+    checkpoint.save(tmp_path / "ckpt.pt", {"model": Student(), "iter_num": 1})
+    assert checkpoint.read(tmp_path / "ckpt.pt")["model"].keys() == {"weight", "bias"}
+
+
+def test_saving_from_a_cpu_does_not_touch_a_gpu(tmp_path, monkeypatch):
+    """Even torch.accelerator.synchronize() would start CUDA, which fails on a GPU in use."""
+
+    def fail():
+        raise RuntimeError("CUDA error: out of memory")
+
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "synchronize", fail)
+    checkpoint.save(tmp_path / "ckpt.pt", {"model": {"w": torch.ones(2)}, "iter_num": 1})
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", fail)
+    memory.release()
 
 
 def test_numpys_numbers_are_saved_as_pythons(tmp_path):

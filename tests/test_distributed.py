@@ -247,6 +247,27 @@ def test_f79_every_process_builds_and_saves_its_part(launch, alone, run, tmp_pat
     assert not list(out.glob("*.tmp"))
 
 
+TIED_ROW = """
+import model
+from torch import nn
+build, forward = model.MLP.__init__, model.MLP.forward
+def with_tied_row(self, config):
+    build(self, config)
+    self.first, self.second = (nn.Linear(config.n_embd, 1, bias=False) for _ in range(2))
+    self.second.weight = self.first.weight
+model.MLP.__init__ = with_tied_row
+model.MLP.forward = lambda self, x: forward(self, x) + self.first(x) * self.second(x)
+"""
+
+
+def test_f79_a_process_without_rows_of_a_tied_weight_saves_the_others(launch, tmp_path):
+    for n, out, arguments in ((2, "two", ["--parallel=fsdp"]), (1, "one", [])):
+        launch(n, tmp_path / out, "--max_iters=3", *arguments, code=TIED_ROW)
+    found, expected = (checkpoint.load(tmp_path / out / "ckpt.pt") for out in ("two", "one"))
+    assert "blocks.0.mlp.first.weight" in found["model"]
+    torch.testing.assert_close(found["model"], expected["model"], atol=1e-5, rtol=1e-4)
+
+
 SEVERAL_MACHINES = """
 import os, weakref
 from torch.distributed.tensor import DTensor

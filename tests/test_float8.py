@@ -146,6 +146,15 @@ def test_zeros_give_zeros(zero):
     assert all(not weight.grad.any() for weight in mlp.parameters())
 
 
+def test_no_rows_give_no_rows():
+    """An expert may get no tokens."""
+    mlp = mlp_in_float8()
+    with torch.autocast("cpu", torch.bfloat16):
+        y = mlp(torch.zeros(0, 32))
+    y.sum().backward()
+    assert y.shape == (0, 32) and not mlp.down_proj.weight.grad.any()
+
+
 @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
 def test_a_gradient_that_is_not_finite_is_seen_in_those_of_all_weights(value):
     """Conversion to e5m2 may clamp infinity to the largest value, so the scale must carry it."""

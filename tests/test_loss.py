@@ -153,6 +153,15 @@ def test_float16_with_scaling_keeps_small_gradients():
     assert ((grad / 2**16 - exact).norm() / exact.norm()) < 2e-3
 
 
+def test_float16_gradients_of_a_frequent_token_do_not_overflow():
+    """A chunk's gradient is a sum in float16, before it is divided by the number of targets."""
+    hidden, weight, targets = torch.ones(2**17, 4), torch.zeros(4, 4), torch.zeros(1, 2**17).long()
+    with torch.autocast("cpu", torch.float16):
+        loss = linear_cross_entropy(hidden, weight.requires_grad_(), targets)
+    (grad,) = torch.autograd.grad(loss, weight)
+    assert grad[0].tolist() == [-0.75] * 4
+
+
 def test_f14_largest_tensor_is_one_chunk():
     """Checks peak memory by the largest tensor that any operation returns."""
     from torch.utils._python_dispatch import TorchDispatchMode
