@@ -435,8 +435,13 @@ def describe(settings: dict[str, Setting], script: str, positional: str, about: 
 
 def one_line_errors(kind: type[BaseException], error: BaseException, trace: Any) -> None:
     """An excepthook: UserErrors and errors about files and disks are printed as one line. All other
-    errors keep their traceback."""
-    if isinstance(error, UserError) or isinstance(error, OSError) and error.errno is not None:
+    errors keep their traceback, as do errors about files in your own lines of model.py or train.py.
+    """
+    frames = [Path(frame.filename) for frame in traceback.extract_tb(trace)]
+    ours = [path.name for path in frames if path.parent in (HERE, HERE / "steady")]
+    about_file = isinstance(error, OSError) and error.errno is not None
+    yours = ours[-1:] in (["model.py"], ["train.py"])
+    if isinstance(error, UserError) or about_file and not yours:
         rank = os.environ.get("RANK", "0")  # set by torchrun
         prefix = "" if rank == "0" else f"rank {rank}: "
         if kind is not BrokenPipeError:  # e.g. `| head`

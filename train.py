@@ -26,7 +26,7 @@ from configurator import configure
 from model import GPT, GPTConfig
 from steady import checkpoint, compiling, distributed, folder, hardware, memory, optim
 from steady.dataloader import DataLoader, DataSet, eval_batches
-from steady.distributed import reshard
+from steady.distributed import leave, reshard
 from steady.float8 import use_float8
 from steady.generate import sample_while_training
 from steady.memory import undone
@@ -103,7 +103,7 @@ distributed.start(process, config, plan.cuda_graphs)  # gives all ranks the same
 out_path = Path(config["out_dir"])
 ckpt_path, best_path = out_path / "ckpt.pt", out_path / "best.pt"
 autocast = process.autocast()
-torch.manual_seed(seed)  # the same on every rank: initial weights are not broadcast
+torch.manual_seed(seed)
 
 # -----------------------------------------------------------------------------
 # data and model: three ways to start
@@ -133,7 +133,7 @@ if eval_only:
 elif fp8:
     use_float8(raw_model, process)
 use_activation_checkpointing(raw_model, activation_checkpointing)
-distributed.shard(raw_model, process)  # only with parallel=fsdp
+distributed.shard(raw_model, process)  # fsdp: a shard for each rank; ddp: equal weights
 start.load_weights(raw_model)
 
 # -----------------------------------------------------------------------------
@@ -353,3 +353,4 @@ if stopping:
     print(stop_message(iter_num, ckpt_path))
 elif not eval_only:
     print(log.summary(iter_num, loader.position(iter_num) * block_size, best_val_loss, best_path))
+leave(process)  # with several processes, Python's own exit may abort

@@ -212,11 +212,13 @@ def start(process: Process, config: dict[str, Any], cuda_graphs: bool = False) -
         exit_now(1)
 
     sys.excepthook = show_error_and_exit
-    configs = gather_objects(process, config)
+    # "auto" may choose another dtype on another GPU
+    own = config | {"dtype": str(process.dtype).removeprefix("torch.")}
+    configs = gather_objects(process, own)
     names = {name: configs[0][name] for name in NAMES if name in config}
     config |= names
-    configs = [c | names for c in configs]
-    differing = [key for key in config if any(c.get(key) != config[key] for c in configs)]
+    configs, own = [c | names for c in configs], own | names
+    differing = [key for key in own if any(c.get(key) != own[key] for c in configs)]
     if differing:
         listed = "; ".join(f"{key} is {[c.get(key) for c in configs]}" for key in differing)
         raise UserError(f"the processes have different settings: {listed}")
@@ -300,6 +302,12 @@ def stop(process: Process) -> None:
         exit_now()
 
 
+def leave(process: Process) -> None:
+    """End this process if there were several. Call it as the last line of a script."""
+    if process.world_size > 1:
+        exit_now()
+
+
 def exit_now(status: int = 0) -> None:
     """Exit without Python's own shutdown, which aborts if one of torch's threads is still finishing
     ("terminate called without an active exception")."""
@@ -340,15 +348,15 @@ def any_process(flag: bool) -> bool:
     return all_reduce_min(0.0 if flag else 1.0) == 0.0
 
 
-def broadcast_buffer(buffer: Tensor) -> None:
-    """Give all processes rank 0's values of a dense buffer, of any dtype and strides."""
-    if buffer.layout != torch.strided or not buffer.numel():
+def broadcast(tensor: Tensor) -> None:
+    """Give all processes rank 0's values of a dense tensor, of any dtype and strides."""
+    if tensor.layout != torch.strided or not tensor.numel():
         return
-    sent = buffer.contiguous().flatten().view(torch.uint8)
+    sent = tensor.contiguous().flatten().view(torch.uint8)
     dist.broadcast(sent, 0)
-    received = sent.view(buffer.dtype).view(buffer.shape)
-    if sent.data_ptr() != buffer.data_ptr() and not torch.equal(received, buffer):
-        buffer.detach().copy_(received)
+    received = sent.view(tensor.dtype).view(tensor.shape)
+    if sent.data_ptr() != tensor.data_ptr() and not torch.equal(received, tensor):
+        tensor.detach().copy_(received)
 
 
 @torch.no_grad()
@@ -364,7 +372,7 @@ def sum_gradients(process: Process, model: nn.Module) -> None:
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
             if name not in module._non_persistent_buffers_set:  # model.py has only such buffers
-                broadcast_buffer(buffer)
+                broadcast(buffer)
     if not process.sums_gradients:
         return
     parameters = [p for p in model.parameters() if p.requires_grad]
@@ -389,14 +397,18 @@ def blocks_per_group(n_layer: int, block_params: int) -> int:
 
 
 def shard(model: nn.Module, process: Process) -> None:
-    """With fsdp, shard `model`, which is on the meta device, over all processes in place (FSDP2).
-    A few blocks at a time get their initial values and are then sharded, so that no process ever
-    holds the whole model.
+    """With ddp, give `model` rank 0's initial values: GPUs of other kinds draw other numbers from
+    the same seed. With fsdp, shard `model`, which is on the meta device, over all processes in
+    place (FSDP2). A few blocks at a time get their initial values and are then sharded, so that no
+    process ever holds the whole model.
 
     Matmuls and a micro-batch's gradients use the process's dtype; gradients are summed in float32.
     Raises UserError that names scalar parameters, which FSDP2 cannot shard, and tensors whose
     initial values are set in the model's code only.
     """
+    if process.sums_gradients:
+        for tensor in (*model.parameters(), *model.buffers()):
+            broadcast(tensor.detach())
     if not process.shards_model:
         return
     from torch.distributed.device_mesh import init_device_mesh

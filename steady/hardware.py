@@ -149,11 +149,27 @@ def available_memory_gib(device: torch.device) -> float:
         lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
         kib = {name: int(value.split()[0]) for name, value in (line.split(":") for line in lines)}
         found.append(1024 * (kib["MemAvailable"] + kib["SwapFree"]))
-    for name in ("memory.max", "memory/memory.limit_in_bytes"):  # of a container
-        with contextlib.suppress(OSError, ValueError):  # "max": no limit
-            found.append(int(Path("/sys/fs/cgroup", name).read_text(encoding="utf-8")))
+    found += cgroup_limits()
     processes = os.environ.get("LOCAL_WORLD_SIZE", "")  # set by torchrun
     return min(found) / 2**30 / max(1, int(processes) if processes.isdecimal() else 1)
+
+
+def cgroup_limits(root: Path = Path("/")) -> list[int]:
+    """The limits on this process's memory in bytes: of its container, its batch job (SLURM,
+    systemd), and of all groups around them (Linux's cgroups, version 1 or 2)."""
+    found = []
+    with contextlib.suppress(OSError, ValueError):
+        for line in (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines():
+            _, kinds, place = line.split(":", 2)
+            if kinds and "memory" not in kinds.split(","):
+                continue
+            name = "memory.limit_in_bytes" if kinds else "memory.max"
+            top = root / "sys/fs/cgroup" / ("memory" if kinds else "")
+            group = top / place.lstrip("/")
+            for folder in (top, group, *group.parents[: len(Path(place).parts) - 1]):
+                with contextlib.suppress(OSError, ValueError):  # "max": no limit
+                    found.append(int((folder / name).read_text(encoding="utf-8")))
+    return found
 
 
 def to_host_async(*scalars: Tensor) -> Callable[[], list[float]]:

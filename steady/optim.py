@@ -42,14 +42,24 @@ class AdamW(torch.optim.AdamW):
         1.0. (torch.amp.GradScaler uses the same attributes, and multiplies its scale into ours.)
         Neither affects other gradients: `step` and `zero_grad` forget them."""
         self.grad_scale, self.found_inf = divisor, found_inf
+        used = [p for p in all_parameters(self) if p.grad is not None]
+        self.clipped = [(p, p.grad, p.grad._version) for p in used]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         super().zero_grad(set_to_none)
-        for name in ("grad_scale", "found_inf"):
+        for name in ("grad_scale", "found_inf", "clipped"):
             vars(self).pop(name, None)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        for parameter, gradient, version in vars(self).pop("clipped", ()):
+            changed = parameter.grad is not gradient or gradient._version != version
+            if changed and parameter.grad is not None:
+                raise RuntimeError(
+                    "a gradient has changed since clip_gradients, but opt.step() would divide the "
+                    "change by the clipping factor too: use torch.nn.utils.clip_grad_norm_, which "
+                    "clips .grad itself, in place of clip_gradients"
+                )
         # not super().step(), which may call step hooks again
         loss = inspect.unwrap(torch.optim.AdamW.step)(self, closure)
         for group in self.param_groups:

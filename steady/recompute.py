@@ -16,9 +16,8 @@ from torch import nn
 from torch.nn.utils.parametrize import ParametrizationList
 from torch.utils import checkpoint
 
-# `selective` keeps the outputs of these: attention, and dropout, which must not be drawn twice.
-KEPT = [
-    torch.ops.aten.native_dropout.default,
+# `selective` keeps the outputs of these
+ATTENTION = [
     torch.ops.aten._scaled_dot_product_cudnn_attention.default,
     torch.ops.aten._scaled_dot_product_flash_attention.default,
     torch.ops.aten._scaled_dot_product_efficient_attention.default,
@@ -85,8 +84,17 @@ def use_activation_checkpointing(model: nn.Module, kind: str) -> None:
 
 def keep_attention(block: nn.Module, *inputs: Any, **named: Any) -> Any:
     """A block's forward pass. The backward pass recomputes all but the attention output."""
-    contexts = partial(checkpoint.create_selective_checkpoint_contexts, KEPT)
+    contexts = partial(checkpoint.create_selective_checkpoint_contexts, keep_or_recompute)
     return run_checkpointed(block, *inputs, context_fn=contexts, **named)
+
+
+def keep_or_recompute(_context: Any, operation: Any, *inputs: Any, **named: Any) -> Any:
+    """What `selective` does with the output of an operation. On a GPU attention may draw random
+    numbers (dropout). It is not repeated, so nothing that is repeated may draw any: it would get
+    other numbers."""
+    draws = torch.Tag.nondeterministic_seeded in operation.tags and torch.cuda.is_initialized()
+    policy = checkpoint.CheckpointPolicy
+    return policy.MUST_SAVE if operation in ATTENTION or draws else policy.PREFER_RECOMPUTE
 
 
 def run_checkpointed(block: nn.Module, *inputs: Any, **named: Any) -> Any:

@@ -247,6 +247,48 @@ def test_f79_every_process_builds_and_saves_its_part(launch, alone, run, tmp_pat
     assert not list(out.glob("*.tmp"))
 
 
+LEAVING = """
+import os, sys
+leave = os._exit
+def say_and_leave(status):
+    print("leaves by", sys._getframe(1).f_code.co_name, status, flush=True)
+    leave(status)
+os._exit = say_and_leave
+"""
+
+
+def test_f71_no_process_takes_pythons_own_exit(launch, tmp_path):
+    """It aborted when one of gloo's threads needed Python's lock at that time: torchrun failed."""
+    for text in launch(2, tmp_path, "--max_iters=1", code=LEAVING):
+        assert "leaves by exit_now 0" in text
+    (text,) = launch(1, tmp_path / "one", "--max_iters=1", code=LEAVING)
+    assert "leaves by exit_now" not in text  # a notebook goes on
+
+
+UNLIKE = """
+import os, torch, model
+from steady import distributed
+real_draw, real_process = model.GPT.draw, distributed.this_process
+@torch.no_grad()
+def draw(self, name):
+    real_draw(self, name)
+    self.get_parameter(name).add_(0.1 * int(os.environ["RANK"]))
+def this_process(*arguments):
+    process = real_process(*arguments)
+    dtypes = torch.float32, torch.bfloat16 if other_dtype else torch.float32
+    return process._replace(dtype=dtypes[process.rank])
+model.GPT.draw, distributed.this_process = draw, this_process
+"""
+
+
+def test_unlike_gpus_start_with_equal_weights_and_need_equal_dtypes(launch, alone, tmp_path):
+    """One seed gives other numbers on a GPU with another number of multiprocessors."""
+    launch(2, tmp_path, code="other_dtype = False\n" + UNLIKE)
+    assert entries(tmp_path, "loss") == pytest.approx(entries(alone, "loss"), abs=1e-6)
+    for text in launch(2, tmp_path / "other", code="other_dtype = True\n" + UNLIKE, fails=True):
+        assert "different settings: dtype is ['float32', 'bfloat16']" in text
+
+
 TIED_ROW = """
 import model
 from torch import nn

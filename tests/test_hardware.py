@@ -116,3 +116,26 @@ def test_a_model_trained_through_onednn_keeps_float32s_accuracy():
         found[dtype] = [loss.detach().double()] + [p.grad.double() for p in model.parameters()]
     for a, b in zip(*found.values(), strict=True):
         assert (a - b).norm() < 3e-6 * b.norm()
+
+
+@pytest.mark.parametrize(
+    ("described", "limits", "found"),
+    [
+        ("0::/\n", {"memory.max": "5000\n"}, [5000]),  # in a container
+        ("0::/slurm/job_7/step_0\n", {"slurm/job_7/memory.max": "7000\n",
+         "slurm/job_7/step_0/memory.max": "max\n", "memory.max": "max\n"}, [7000]),
+        ("5:cpu:/a\n4:hugetlb,memory:/docker/x/y\n",
+         {"memory/memory.limit_in_bytes": "9000", "memory/docker/x/memory.limit_in_bytes": "8000",
+          "memory/docker/x/y/memory.limit_in_bytes": "8500"}, [8000, 8500, 9000]),
+        ("4:memory:/docker/elsewhere\n", {"memory/memory.limit_in_bytes": "9000"}, [9000]),
+        ("", {"memory.max": "5000"}, []),
+    ],
+)  # fmt: skip
+def test_memory_limits_of_all_groups_around_this_process_count(tmp_path, described, limits, found):
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/self/cgroup").write_text(described)
+    for name, limit in limits.items():
+        file = tmp_path / "sys/fs/cgroup" / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(limit)
+    assert sorted({*hardware.cgroup_limits(tmp_path)}) == found

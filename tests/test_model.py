@@ -652,6 +652,28 @@ def test_f52_compiled_code_computes_the_same_gradients(kind, way, monkeypatch):
         torch.testing.assert_close(parameter.grad, gradient, atol=1e-5, rtol=1e-4)
 
 
+@pytest.mark.parametrize("on_gpu", [True, False])
+def test_f12_recomputed_blocks_draw_the_same_random_numbers(on_gpu, monkeypatch):
+    """Stochastic depth with dropout. A GPU's dropout is one operation, which may be kept."""
+    model = tiny(dropout=0.2)
+    for block in model.blocks:
+        block.attention.dropout = 0.0
+        if on_gpu:
+            block.dropout.forward = lambda x: torch.native_dropout(x, 0.2, True)[0]
+        block.mlp.register_forward_hook(lambda _, x, y: y * (torch.rand(len(y), 1, 1) < 0.7) / 0.7)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: on_gpu)
+    tokens, targets = tokens_for(model), tokens_for(model).flip(0)
+
+    def gradients():
+        torch.manual_seed(7)
+        return torch.autograd.grad(model(tokens, targets), list(model.parameters()))
+
+    expected = gradients()
+    use_activation_checkpointing(model, "selective")
+    for found, wanted in zip(gradients(), expected, strict=True):
+        assert torch.equal(found, wanted)
+
+
 @pytest.mark.parametrize("kind", ["selective", "block"])
 def test_activation_checkpointing_keeps_a_forward_set_on_a_block(kind):
     model = GPT(GPTConfig(block_size=8, vocab_size=16, n_layer=2, n_head=2, n_embd=8))

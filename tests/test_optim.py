@@ -259,6 +259,28 @@ def test_a_scaler_works_without_unscale_after_our_zero_grad():
     assert not torch.equal(layer.weight, before)
 
 
+@pytest.mark.parametrize("replaced", [False, True])
+def test_gradients_that_change_after_clipping_are_refused(replaced):
+    """The step would divide the change, noise for example, by the clipping factor."""
+    model = torch.nn.Linear(2, 2)
+    opt = build_optimizer(model, ADAMW)
+    model(torch.ones(1, 2)).sum().backward()
+    clip_gradients(opt, 0.1)
+    opt.step()
+    clip_gradients(opt, 0.1)
+    if replaced:
+        model.bias.grad = model.bias.grad + 1.0
+    else:
+        model.bias.grad += 1.0
+    with pytest.raises(RuntimeError, match="use torch.nn.utils.clip_grad_norm_"):
+        opt.step()
+    clip_gradients(opt, 0.1)
+    model.bias.grad += 1.0
+    opt.zero_grad()
+    model(torch.ones(1, 2)).sum().backward()
+    opt.step()
+
+
 @pytest.mark.parametrize("kind", ["adamw", "muon"])
 def test_a_second_step_does_not_clip_by_the_factor_of_the_first(kind):
     """It divided the gradients again, and so did a step after another way to zero gradients."""

@@ -545,8 +545,10 @@ LOOPED = """
 import os, runpy, sys, traceback
 from pathlib import Path
 ours = ("model", "convert", "configurator", "steady")
+import atexit
 import torch.distributed
 import forked
+atexit._run_exitfuncs = lambda: None  # the process goes on
 for copy, *arguments in {jobs!r}:
     for name in [n for n in sys.modules if n.partition(".")[0] in ours]:
         del sys.modules[name]
@@ -587,6 +589,8 @@ def test_two_processes_train_edits_as_one_does(sums, tmp_path):
         running.append(forked.start([], variables, tmp_path / f"{rank}.txt",
                                     LOOPED.format(jobs=own)))  # fmt: skip
     ends = [process.wait(100) for process in running]
+    for process in running:  # one that has failed leaves the others waiting
+        process.kill()
     assert ends == [0, 0, 0], [(tmp_path / f"{n}.txt").read_text()[-2000:] for n in range(3)]
     for name in names:
         both, alone = (losses(tmp_path / out / name) for out in ("both", "alone"))
@@ -639,6 +643,26 @@ def test_f57_every_error_but_a_user_error_or_the_systems_keeps_its_traceback(cap
     ):  # fmt: skip
         one_line_errors(type(error), error, None)
         assert capsys.readouterr().err.startswith("error: ") is one_line
+
+
+@pytest.mark.parametrize("script", ["model.py", "train.py", "convert.py"])
+@pytest.mark.parametrize("call", ["open('missing')", "checkpoint.require_file(folder)"])
+def test_f57_a_missing_file_in_a_students_line_has_a_traceback(capsys, script, call):
+    from configurator import one_line_errors
+
+    def resolve():
+        raise PermissionError(13, "Permission denied")
+
+    folder = type("Folder", (), {"exists": lambda self: resolve()})()
+    try:
+        exec(
+            compile(call, str(ROOT / script), "exec"), {"checkpoint": checkpoint, "folder": folder}
+        )
+    except OSError as error:
+        trace = error.__traceback__.tb_next  # without this file
+        one_line_errors(type(error), error, trace)
+    own = script != "convert.py" and "open" in call
+    assert (f'{script}", line 1' in capsys.readouterr().err) is own
 
 
 def test_f89_compiled_code_is_the_students_loop_over_the_blocks(
