@@ -505,8 +505,8 @@ def require_initial_values(model: nn.Module, groups: list[list[nn.Module]]) -> N
 
 
 def equal_up_to_rounding(a: Tensor, b: Tensor) -> bool:
-    """Whether a and b are the same values. (One function of the same values, called twice, may
-    round differently: cosines did so on an Intel CPU.)"""
+    """Whether a and b are the same values, up to rounding. (A run on 64 CPU cores was refused once
+    because its cosines differed.)"""
     if torch.equal(a, b) or not a.is_floating_point() or a.shape != b.shape:
         return torch.equal(a, b)
     return bool((a - b).abs().max() <= 1e-4 * b.abs().max())
