@@ -407,7 +407,7 @@ def write_pretrained(saved: dict[str, Any], folder: Path, dtype: torch.dtype) ->
         weights[name] = tensor.clone() if address in written else tensor
         written.add(address)
     beyond = f"values beyond the range of {theirs['torch_dtype']}: use --dtype=bfloat16"
-    checkpoint.check_finite(weights, folder, beyond)
+    checkpoint.check_finite(weights, folder, problem=beyond)
     folder.mkdir(parents=True, exist_ok=True)
     # safetensors needs a file name, and raises its own error if the disk is full
     part = folder / f"model.{secrets.token_hex(4)}.tmp"

@@ -203,8 +203,10 @@ def fingerprint(weight: Tensor) -> tuple:
     """Identify a weight by its values. On the meta device, where it has no values, use its id."""
     if weight.is_meta:
         return id(weight), weight._version  # the version counts in-place changes
-    bits = {2: torch.int16, 4: torch.int32}.get(weight.itemsize, torch.int64)
-    return weight.shape, weight.detach().view(bits).sum().item()  # as integers: sums are exact
+    kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+    bits = weight.detach().view(kinds.get(weight.itemsize, torch.int64))  # integers: exact sums
+    sums = bits.sum(dim=0), bits.sum(dim=1)
+    return weight.shape, *((s * torch.arange(1, len(s) + 1).to(s)).sum().item() for s in sums)
 
 
 @contextlib.contextmanager
@@ -326,10 +328,8 @@ class GPT(nn.Module):
 
     def flops_per_token(self) -> int:
         """FLOPs of a training step per token: 6 N + 12 n_layer H D block_size with N parameters
-        (PaLM's appendix B).
-
-        By convention, embedding lookups count as zero, and the causal mask is ignored.
-        """
+        (PaLM's appendix B). By convention, embedding lookups count as zero, and the causal mask is
+        ignored."""
         config = self.config
         n = self.num_params()
         if not config.tied_embeddings:

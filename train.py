@@ -26,7 +26,7 @@ from configurator import configure
 from model import GPT, GPTConfig
 from steady import checkpoint, compiling, distributed, folder, hardware, memory, optim
 from steady.dataloader import DataLoader, DataSet, eval_batches
-from steady.distributed import leave, reshard
+from steady.distributed import reshard
 from steady.float8 import use_float8
 from steady.generate import sample_while_training
 from steady.memory import undone
@@ -353,4 +353,3 @@ if stopping:
     print(stop_message(iter_num, ckpt_path))
 elif not eval_only:
     print(log.summary(iter_num, loader.position(iter_num) * block_size, best_val_loss, best_path))
-leave(process)  # with several processes, Python's own exit may abort

@@ -20,7 +20,7 @@ import secrets
 import time
 import zipfile
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
 from itertools import islice
@@ -117,9 +117,10 @@ def save(
 
     Raises UserError for weights that are not finite, so that they never replace good ones.
     """
-    names = trainable_names(content.get("model"))
+    names, frozen = parameter_names(content.get("model"))
     content = {"format": FORMAT, "launch": distributed.launch_id()} | as_saved(content)
-    names = [name for name in names if name in content["model"]]  # your state_dict() may leave some
+    saved = content.get("model") or {}  # your state_dict() may leave out weights, or rename all
+    names = [name for name in names if name in saved] or list(saved)
     require_plain(content, path)
     if not process.shards_model:
         if not process.master:
@@ -128,7 +129,7 @@ def save(
     several = process.world_size > 1 and not distributed.on_one_machine()  # machines
     shards = distributed.local_shards([content["model"][name] for name in names])
     weights = dict(zip(names, shards, strict=True))
-    distributed.all_or_none(process, lambda: check_finite(weights, path))
+    distributed.all_or_none(process, lambda: check_finite(weights, path, frozen))
     records: dict[tuple, tuple[Tensor, Tensor]] = {}  # tensors, and stand-ins without data
     without_data = FakeTensorMode()
 
@@ -290,12 +291,13 @@ def times(a: int, b: int) -> int:
     return product
 
 
-def trainable_names(model: nn.Module | dict[str, Tensor] | None) -> list[str]:
-    """The names of a model's parameters, without buffers and frozen parameters, which may hold
-    anything, such as a mask of -inf. For a state dict: all names."""
+def parameter_names(model: nn.Module | dict[str, Tensor] | None) -> tuple[list[str], list[str]]:
+    """The names of a model's parameters, without its buffers, which may hold anything, and of the
+    frozen ones among them. For a state dict: all names."""
     if isinstance(model, nn.Module):
-        return [name for name, parameter in model.named_parameters() if parameter.requires_grad]
-    return list(model or ())
+        parameters = dict(model.named_parameters())
+        return list(parameters), [n for n, p in parameters.items() if not p.requires_grad]
+    return list(model or ()), []
 
 
 def check_sums(path: Path, first: int = 0, step: int = 1) -> None:
@@ -606,15 +608,17 @@ def kind_of(value: Any) -> str:
 
 
 def check_finite(
-    weights: dict[str, Tensor], path: Path, problem: str = "values that are not finite"
+    weights: dict[str, Tensor],
+    path: Path,
+    frozen: Sequence[str] = (),
+    problem: str = "values that are not finite",
 ) -> None:
-    """Raises UserError that names a tensor with NaN or infinite values. Checks the sum of each
-    tensor, with one device sync."""
+    """Raises UserError that names a tensor with NaN or infinite values; those named in `frozen` may
+    be infinite, as masks are. Checks the sum of each tensor, with one device sync."""
     names = [n for n, w in weights.items() if isinstance(w, Tensor) and w.is_floating_point()]
     sums = [weights[name].sum(dtype=torch.float32) for name in names]
-    finite = torch.stack(sums).isfinite().tolist() if sums else []
-    for name, is_finite in zip(names, finite, strict=True):
-        if not is_finite:
+    for name, value in zip(names, torch.stack(sums).tolist() if sums else [], strict=True):
+        if not math.isfinite(value) and (math.isnan(value) or name not in frozen):
             raise UserError(f"{path}: {name} has {problem}")
 
 
@@ -636,7 +640,8 @@ def load_weights(
     for name, tensor in tensors.items():
         own[name] = distributed.local_shards([tensor])[0]
         own[name].copy_(distributed.local_rows(weights[name], tensor))
-    check_finite({name: own[name] for name in trainable_names(model) if name in own}, path)
+    names, frozen = parameter_names(model)
+    check_finite({name: own[name] for name in names if name in own}, path, frozen)
 
 
 def find(out_dir: Path, name: str = "") -> Path:

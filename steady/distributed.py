@@ -298,13 +298,9 @@ def stop(process: Process) -> None:
     if dist.is_initialized():
         dist.barrier()  # do not leave while another process still waits for this one
         dist.destroy_process_group()
+        # let gloo's threads finish: Python's shutdown aborts if one of them still needs its lock
+        time.sleep(0.1)
     if not process.master:
-        exit_now()
-
-
-def leave(process: Process) -> None:
-    """End this process if there were several. Call it as the last line of a script."""
-    if process.world_size > 1:
         exit_now()
 
 
@@ -359,6 +355,14 @@ def broadcast(tensor: Tensor) -> None:
         tensor.detach().copy_(received)
 
 
+def persistent_buffers(model: nn.Module) -> Iterator[Tensor]:
+    """The buffers that checkpoints contain (model.py has none)."""
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if name not in module._non_persistent_buffers_set:
+                yield buffer
+
+
 @torch.no_grad()
 def sum_gradients(process: Process, model: nn.Module) -> None:
     """With ddp, replace the gradients by their sums over all processes, in one all-reduce. They
@@ -369,10 +373,8 @@ def sum_gradients(process: Process, model: nn.Module) -> None:
     """
     if process.world_size == 1:
         return
-    for module in model.modules():
-        for name, buffer in module.named_buffers(recurse=False):
-            if name not in module._non_persistent_buffers_set:  # model.py has only such buffers
-                broadcast(buffer)
+    for buffer in persistent_buffers(model):
+        broadcast(buffer)
     if not process.sums_gradients:
         return
     parameters = [p for p in model.parameters() if p.requires_grad]
@@ -407,7 +409,8 @@ def shard(model: nn.Module, process: Process) -> None:
     initial values are set in the model's code only.
     """
     if process.sums_gradients:
-        for tensor in (*model.parameters(), *model.buffers()):
+        own_memory(model.parameters())
+        for tensor in (*model.parameters(), *persistent_buffers(model)):
             broadcast(tensor.detach())
     if not process.shards_model:
         return
@@ -509,7 +512,8 @@ def equal_up_to_rounding(a: Tensor, b: Tensor) -> bool:
     because its cosines differed.)"""
     if torch.equal(a, b) or not a.is_floating_point() or a.shape != b.shape:
         return torch.equal(a, b)
-    return bool((a - b).abs().max() <= 1e-4 * b.abs().max())
+    rounding = 8 * torch.finfo(a.dtype).eps
+    return bool((a.double() - b.double()).abs().max() <= rounding * b.double().abs().max())
 
 
 class Reseeded(TorchDispatchMode):

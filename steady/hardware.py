@@ -157,18 +157,19 @@ def available_memory_gib(device: torch.device) -> float:
 def cgroup_limits(root: Path = Path("/")) -> list[int]:
     """The limits on this process's memory in bytes: of its container, its batch job (SLURM,
     systemd), and of all groups around them (Linux's cgroups, version 1 or 2)."""
-    found = []
-    with contextlib.suppress(OSError, ValueError):
-        for line in (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines():
-            _, kinds, place = line.split(":", 2)
-            if kinds and "memory" not in kinds.split(","):
-                continue
-            name = "memory.limit_in_bytes" if kinds else "memory.max"
-            top = root / "sys/fs/cgroup" / ("memory" if kinds else "")
-            group = top / place.lstrip("/")
-            for folder in (top, group, *group.parents[: len(Path(place).parts) - 1]):
-                with contextlib.suppress(OSError, ValueError):  # "max": no limit
-                    found.append(int((folder / name).read_text(encoding="utf-8")))
+    lines, found = ["0::/", "0:memory:/"], []
+    with contextlib.suppress(OSError):
+        text = (root / "proc/self/cgroup").read_text(encoding="utf-8", errors="replace")
+        lines += text.splitlines()
+    for line in lines:
+        _, kinds, place = [*line.split(":", 2), "", ""][:3]
+        if kinds and "memory" not in kinds.split(","):
+            continue
+        name = "memory.limit_in_bytes" if kinds else "memory.max"
+        group = root / "sys/fs/cgroup" / ("memory" if kinds else "") / place.lstrip("/")
+        for folder in (group, *group.parents[: len(Path(place).parts) - 1]):
+            with contextlib.suppress(OSError, ValueError):  # "max": no limit
+                found.append(int((folder / name).read_text(encoding="utf-8")))
     return found
 
 

@@ -42,8 +42,6 @@ class AdamW(torch.optim.AdamW):
         1.0. (torch.amp.GradScaler uses the same attributes, and multiplies its scale into ours.)
         Neither affects other gradients: `step` and `zero_grad` forget them."""
         self.grad_scale, self.found_inf = divisor, found_inf
-        used = [p for p in all_parameters(self) if p.grad is not None]
-        self.clipped = [(p, p.grad, p.grad._version) for p in used]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         super().zero_grad(set_to_none)
@@ -53,7 +51,7 @@ class AdamW(torch.optim.AdamW):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         for parameter, gradient, version in vars(self).pop("clipped", ()):
-            changed = parameter.grad is not gradient or gradient._version != version
+            changed = parameter.grad is not gradient or version_of(gradient) != version
             if changed and parameter.grad is not None:
                 raise RuntimeError(
                     "a gradient has changed since clip_gradients, but opt.step() would divide the "
@@ -189,6 +187,11 @@ class Muon(AdamW):
             torch._foreach_copy_(mean_squares, mean_square.unbind())
             if buffer is not momenta[0]._base:  # it is a copy
                 torch._foreach_copy_(momenta, buffer.unbind())
+
+
+def version_of(tensor: Tensor) -> int:
+    """A number that in-place changes increase; 0 for tensors without it (of inference mode)."""
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def stacked(tensors: list[Tensor]) -> Tensor:
@@ -475,6 +478,8 @@ def clip_gradients(optimizer: torch.optim.Optimizer, limit: float) -> Tensor:
     found_inf = (~grad_norm.isfinite()).float()
     if isinstance(optimizer, AdamW) and grad_norm.device.type not in IGNORE_SCALE:
         optimizer.clip(divisor.float(), found_inf)  # float64 models need the cast
+        used = [p for p in parameters if limit and p.grad is not None]
+        optimizer.clipped = [(p, p.grad, version_of(p.grad)) for p in used]
         return grad_norm
     for gradient in gradients:
         gradient.div_(divisor)

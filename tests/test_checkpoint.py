@@ -55,6 +55,20 @@ def test_f19_weights_that_are_not_finite_replace_no_good_ones(tmp_path, value):
     assert checkpoint.read(path)["iter_num"] == 7
 
 
+def test_f19_only_frozen_parameters_may_be_infinite_and_none_nan(tmp_path):
+    model, path = torch.nn.Linear(2, 2), tmp_path / "ckpt.pt"
+    model.mask = torch.nn.Parameter(torch.full((2,), -torch.inf), requires_grad=False)
+    checkpoint.save(path, {"model": model, "iter_num": 7})
+    checkpoint.load_weights(model, checkpoint.read(path)["model"], path)
+    with torch.no_grad():
+        model.mask[0] = torch.nan
+    with pytest.raises(ValueError, match="ckpt.pt: mask has values that are not finite"):
+        checkpoint.save(path, {"model": model, "iter_num": 8})
+    weights = checkpoint.read(path)["model"] | {"weight": torch.full((2, 2), torch.nan)}
+    with pytest.raises(ValueError, match="ckpt.pt: weight has values that are not finite"):
+        checkpoint.load_weights(model.requires_grad_(False), weights, path)
+
+
 class Malicious:
     def __init__(self, command):
         self.command = command

@@ -247,22 +247,24 @@ def test_f79_every_process_builds_and_saves_its_part(launch, alone, run, tmp_pat
     assert not list(out.glob("*.tmp"))
 
 
-LEAVING = """
-import os, sys
-leave = os._exit
-def say_and_leave(status):
-    print("leaves by", sys._getframe(1).f_code.co_name, status, flush=True)
-    leave(status)
-os._exit = say_and_leave
+WAITING = """
+import threading, time
+import torch.distributed as dist
+sleep = time.sleep
+def wait(seconds):
+    if threading.current_thread() is threading.main_thread() and not dist.is_initialized():
+        print("waits", seconds, flush=True)
+    sleep(seconds)
+time.sleep = wait
 """
 
 
-def test_f71_no_process_takes_pythons_own_exit(launch, tmp_path):
-    """It aborted when one of gloo's threads needed Python's lock at that time: torchrun failed."""
-    for text in launch(2, tmp_path, "--max_iters=1", code=LEAVING):
-        assert "leaves by exit_now 0" in text
-    (text,) = launch(1, tmp_path / "one", "--max_iters=1", code=LEAVING)
-    assert "leaves by exit_now" not in text  # a notebook goes on
+def test_f71_the_end_of_a_run_waits_for_gloos_threads(launch, tmp_path):
+    """Python aborted when one of them needed its lock during the shutdown: torchrun failed."""
+    for text in launch(2, tmp_path, "--max_iters=1", code=WAITING):
+        assert "waits 0.1" in text
+    (text,) = launch(1, tmp_path / "one", "--max_iters=1", code=WAITING)
+    assert "waits" not in text
 
 
 UNLIKE = """
@@ -271,12 +273,17 @@ from steady import distributed
 real_draw, real_process = model.GPT.draw, distributed.this_process
 @torch.no_grad()
 def draw(self, name):
+    self.register_buffer("rank", torch.full((), int(os.environ["RANK"])), persistent=False)
     real_draw(self, name)
     self.get_parameter(name).add_(0.1 * int(os.environ["RANK"]))
 def this_process(*arguments):
     process = real_process(*arguments)
     dtypes = torch.float32, torch.bfloat16 if other_dtype else torch.float32
     return process._replace(dtype=dtypes[process.rank])
+def shard(model, process):
+    real_shard(model, process)
+    assert model.rank == process.rank
+real_shard, distributed.shard = distributed.shard, shard
 model.GPT.draw, distributed.this_process = draw, this_process
 """
 

@@ -65,7 +65,8 @@ SMALL = [
 # Runs train.py and writes statistics of its process to out_dir/stateRANK.json.
 WATCHED = """
 import json, os, runpy, sys, torch
-from steady import distributed, generate, runlog
+from steady import runlog
+from steady import generate
 from torch._dynamo.utils import counters
 draw_tokens, samples = generate.generate, []
 def more_and_more(model, tokens, max_new_tokens, **more):
@@ -84,19 +85,15 @@ if cap_gib:
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     total = torch.cuda.mem_get_info()[1] / 2**30
     torch.cuda.set_per_process_memory_fraction(cap_gib / total)
-leave = distributed.leave
-def report_and_leave(process):  # all ranks except 0 have left before
-    from torch._inductor.cudagraph_trees import get_manager
-    manager = get_manager(rank, create_if_none_exists=False)
-    recorded = next(manager.graph_counter) if manager else 0
-    with open(f"{out_dir}/state{rank}.json", "w") as file:
-        json.dump({"seen": seen, "recorded": recorded,
-                   "skips": counters["inductor"]["cudagraph_skips"],
-                   "allocated": torch.cuda.max_memory_allocated()}, file)
-    leave(process)
-distributed.leave = report_and_leave
 sys.argv[:3] = ["train.py"]
-runpy.run_path("train.py", run_name="__main__")
+runpy.run_path("train.py", run_name="__main__")  # all ranks except 0 exit in here
+from torch._inductor.cudagraph_trees import get_manager
+manager = get_manager(rank, create_if_none_exists=False)
+recorded = next(manager.graph_counter) if manager else 0
+with open(f"{out_dir}/state{rank}.json", "w") as file:
+    json.dump({"seen": seen, "recorded": recorded,
+               "skips": counters["inductor"]["cudagraph_skips"],
+               "allocated": torch.cuda.max_memory_allocated()}, file)
 """
 
 

@@ -128,7 +128,8 @@ def test_a_model_trained_through_onednn_keeps_float32s_accuracy():
          {"memory/memory.limit_in_bytes": "9000", "memory/docker/x/memory.limit_in_bytes": "8000",
           "memory/docker/x/y/memory.limit_in_bytes": "8500"}, [8000, 8500, 9000]),
         ("4:memory:/docker/elsewhere\n", {"memory/memory.limit_in_bytes": "9000"}, [9000]),
-        ("", {"memory.max": "5000"}, []),
+        ("bad\n", {"memory.max": "5000"}, [5000]),
+        ("", {}, []),
     ],
 )  # fmt: skip
 def test_memory_limits_of_all_groups_around_this_process_count(tmp_path, described, limits, found):

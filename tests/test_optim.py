@@ -279,6 +279,13 @@ def test_gradients_that_change_after_clipping_are_refused(replaced):
     opt.zero_grad()
     model(torch.ones(1, 2)).sum().backward()
     opt.step()
+    clip_gradients(opt, 0.0)  # no limit: nothing is divided
+    model.bias.grad += 1.0
+    opt.step()
+    with torch.inference_mode():  # evolution strategies
+        model.weight.grad = torch.ones(2, 2)
+        clip_gradients(opt, 0.1)
+        opt.step()
 
 
 @pytest.mark.parametrize("kind", ["adamw", "muon"])
