@@ -113,8 +113,7 @@ class RMSNorm(nn.Module):
 def rope_tables(positions: Tensor, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
     """Cosines and sines for `apply_rope` at `positions` (T,): two float32 tables (T, 1, D).
 
-    A position's rows are (cos t, cos t) and (-sin t, sin t), where t is the vector of its D / 2
-    angles.
+    A position's rows are (cos t, cos t) and (-sin t, sin t) for the vector t of its D / 2 angles.
     """
     pairs = torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float32)
     angles = positions[:, None, None].float() * theta ** (-pairs / head_dim)  # (T, 1, D / 2)
@@ -205,7 +204,8 @@ def fingerprint(weight: Tensor) -> tuple:
         return id(weight), weight._version  # the version counts in-place changes
     kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
     bits = weight.detach().view(kinds.get(weight.itemsize, torch.int64))  # integers: exact sums
-    sums = bits.sum(dim=0), bits.sum(dim=1)
+    rows = torch.atleast_2d(bits).flatten(0, -2)
+    sums = rows.sum(dim=0), rows.sum(dim=1)
     return weight.shape, *((s * torch.arange(1, len(s) + 1).to(s)).sum().item() for s in sums)
 
 

@@ -741,6 +741,8 @@ def test_initial_weights_do_not_depend_on_the_number_of_threads():
     weight = weight.clone()
     weight[5, 7] += 1e-3
     assert not {*map(fingerprint, (weight, *rows))} & {*seen}
+    for shape in ((), (3,), (2, 3, 4)):  # a layer may have any weight
+        assert fingerprint(torch.ones(shape)) != fingerprint(torch.zeros(shape))
 
 
 def test_a_number_that_changes_in_every_step_is_compiled_twice(student, sums, tmp_path, traced):
