@@ -202,10 +202,11 @@ def fingerprint(weight: Tensor) -> tuple:
     """Identify a weight by its values. On the meta device, where it has no values, use its id."""
     if weight.is_meta:
         return id(weight), weight._version  # the version counts in-place changes
-    kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
-    bits = weight.detach().view(kinds.get(weight.itemsize, torch.int64))  # integers: exact sums
-    rows = torch.atleast_2d(bits).flatten(0, -2)
-    sums = rows.sum(dim=0), rows.sum(dim=1)
+    rows = torch.atleast_2d(weight.detach()).flatten(0, -2).contiguous()
+    kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # exact sums
+    steps = rows.shape[1], rows.stride(0), rows.storage_offset()
+    bits = rows.view(kinds[math.gcd(8, rows.itemsize * math.gcd(*steps))])  # the widest is fastest
+    sums = bits.sum(dim=0), bits.sum(dim=1)
     return weight.shape, *((s * torch.arange(1, len(s) + 1).to(s)).sum().item() for s in sums)
 
 

@@ -13,7 +13,6 @@ from importlib import metadata
 
 MIN_TORCH = (2, 11)
 
-# Every torch version reads the first name; only 2.10 and newer read the second.
 ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 
 

@@ -127,7 +127,7 @@ def save(
             return
         process = SINGLE_PROCESS
     several = process.world_size > 1 and not distributed.on_one_machine()  # machines
-    shards = distributed.local_shards([content["model"][name] for name in names])
+    shards = distributed.local_shards([saved[name] for name in names])
     weights = dict(zip(names, shards, strict=True))
     distributed.all_or_none(process, lambda: check_finite(weights, path, frozen))
     records: dict[tuple, tuple[Tensor, Tensor]] = {}  # tensors, and stand-ins without data

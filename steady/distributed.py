@@ -213,11 +213,12 @@ def start(process: Process, config: dict[str, Any], cuda_graphs: bool = False) -
 
     sys.excepthook = show_error_and_exit
     # "auto" may choose another dtype on another GPU
-    own = config | {"dtype": str(process.dtype).removeprefix("torch.")}
-    configs = gather_objects(process, own)
+    computed = {"dtype": str(process.dtype).removeprefix("torch.")}
+    configs = gather_objects(process, config | computed)
     names = {name: configs[0][name] for name in NAMES if name in config}
     config |= names
-    configs, own = [c | names for c in configs], own | names
+    configs = [c | names for c in configs]
+    own = configs[rank]
     differing = [key for key in own if any(c.get(key) != own[key] for c in configs)]
     if differing:
         listed = "; ".join(f"{key} is {[c.get(key) for c in configs]}" for key in differing)
@@ -348,11 +349,12 @@ def broadcast(tensor: Tensor) -> None:
     """Give all processes rank 0's values of a dense tensor, of any dtype and strides."""
     if tensor.layout != torch.strided or not tensor.numel():
         return
+    tensor = tensor.detach()
     sent = tensor.contiguous().flatten().view(torch.uint8)
     dist.broadcast(sent, 0)
     received = sent.view(tensor.dtype).view(tensor.shape)
     if sent.data_ptr() != tensor.data_ptr() and not torch.equal(received, tensor):
-        tensor.detach().copy_(received)
+        tensor.copy_(received)
 
 
 def persistent_buffers(model: nn.Module) -> Iterator[Tensor]:
@@ -411,7 +413,7 @@ def shard(model: nn.Module, process: Process) -> None:
     if process.sums_gradients:
         own_memory(model.parameters())
         for tensor in (*model.parameters(), *persistent_buffers(model)):
-            broadcast(tensor.detach())
+            broadcast(tensor)
     if not process.shards_model:
         return
     from torch.distributed.device_mesh import init_device_mesh
@@ -510,8 +512,10 @@ def require_initial_values(model: nn.Module, groups: list[list[nn.Module]]) -> N
 def equal_up_to_rounding(a: Tensor, b: Tensor) -> bool:
     """Whether a and b are the same values, up to rounding. (A run on 64 CPU cores was refused once
     because its cosines differed.)"""
-    if torch.equal(a, b) or not a.is_floating_point() or a.shape != b.shape:
-        return torch.equal(a, b)
+    if torch.equal(a, b):
+        return True
+    if not a.is_floating_point() or a.shape != b.shape:
+        return False
     rounding = 8 * torch.finfo(a.dtype).eps
     return bool((a.double() - b.double()).abs().max() <= rounding * b.double().abs().max())
 

@@ -37,11 +37,13 @@ class AdamW(torch.optim.AdamW):
     every DTensor costs the host time.
     """
 
-    def clip(self, divisor: Tensor, found_inf: Tensor) -> None:
+    def clip(self, divisor: Tensor, found_inf: Tensor, clipped: list[nn.Parameter]) -> None:
         """Divide the gradients by `divisor` in the next step, or skip the update if found_inf is
         1.0. (torch.amp.GradScaler uses the same attributes, and multiplies its scale into ours.)
-        Neither affects other gradients: `step` and `zero_grad` forget them."""
+        Neither affects other gradients: `step` and `zero_grad` forget them. `step` refuses changes
+        to the gradients of the parameters `clipped`."""
         self.grad_scale, self.found_inf = divisor, found_inf
+        self.clipped = [(p, p.grad, version_of(p.grad)) for p in clipped]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         super().zero_grad(set_to_none)
@@ -468,7 +470,8 @@ def clip_gradients(optimizer: torch.optim.Optimizer, limit: float) -> Tensor:
     gradients, or removes them: optimizers skip parameters without a gradient.
     """
     parameters = all_parameters(optimizer)
-    gradients = [p.grad for p in parameters if p.grad is not None]
+    used = [p for p in parameters if p.grad is not None]
+    gradients = [p.grad for p in used]
     if not gradients:
         return torch.zeros((), device=parameters[0].device)
     if any(gradient.is_sparse for gradient in gradients):
@@ -477,9 +480,8 @@ def clip_gradients(optimizer: torch.optim.Optimizer, limit: float) -> Tensor:
     divisor = (grad_norm / (limit or math.inf)).clamp(min=1.0)
     found_inf = (~grad_norm.isfinite()).float()
     if isinstance(optimizer, AdamW) and grad_norm.device.type not in IGNORE_SCALE:
-        optimizer.clip(divisor.float(), found_inf)  # float64 models need the cast
-        used = [p for p in parameters if limit and p.grad is not None]
-        optimizer.clipped = [(p, p.grad, version_of(p.grad)) for p in used]
+        # float64 models need the cast
+        optimizer.clip(divisor.float(), found_inf, used if limit else [])
         return grad_norm
     for gradient in gradients:
         gradient.div_(divisor)

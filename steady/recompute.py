@@ -89,9 +89,9 @@ def keep_attention(block: nn.Module, *inputs: Any, **named: Any) -> Any:
 
 
 def keep_or_recompute(_context: Any, operation: Any, *inputs: Any, **named: Any) -> Any:
-    """What `selective` does with the output of an operation. On a GPU attention may draw random
-    numbers (dropout). It is not repeated, so nothing that is repeated may draw any: it would get
-    other numbers."""
+    """Whether `selective` keeps an operation's output or recomputes it. On a GPU attention may draw
+    random numbers (dropout). It is not repeated, so nothing that is repeated may draw any: it would
+    get other numbers."""
     draws = torch.Tag.nondeterministic_seeded in operation.tags and torch.cuda.is_initialized()
     policy = checkpoint.CheckpointPolicy
     return policy.MUST_SAVE if operation in ATTENTION or draws else policy.PREFER_RECOMPUTE
