@@ -71,21 +71,15 @@ def use_activation_checkpointing(model: nn.Module, kind: str) -> None:
     """
     # Compiling recomputed code warns about in-place operations even if there are none.
     logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
+    if kind == "none":
+        return
     for block in repeated_blocks(model):
         block.set_forward = vars(block).get("forward")  # one that you set on this block only
         # With dropout, `block` acts like `selective`: compiled code that recomputes attention
         # would draw from a generator that torch.manual_seed does not control.
         drops = any(isinstance(m, nn.Dropout) and m.p for m in block.modules())
-        if kind == "block" and not drops:
-            block.forward = MethodType(run_checkpointed, block)
-        elif kind != "none":
-            block.forward = MethodType(keep_attention, block)
-
-
-def keep_attention(block: nn.Module, *inputs: Any, **named: Any) -> Any:
-    """A block's forward pass. The backward pass recomputes all but the attention output."""
-    contexts = partial(checkpoint.create_selective_checkpoint_contexts, keep_or_recompute)
-    return run_checkpointed(block, *inputs, context_fn=contexts, **named)
+        block.keeps_attention = kind == "selective" or drops
+        block.forward = MethodType(run_checkpointed, block)
 
 
 def keep_or_recompute(_context: Any, operation: Any, *inputs: Any, **named: Any) -> Any:
@@ -103,6 +97,8 @@ def run_checkpointed(block: nn.Module, *inputs: Any, **named: Any) -> Any:
     if forward is None:
         forward, inputs = type(block).forward, (block, *inputs)
     if not torch.is_grad_enabled():
-        named.pop("context_fn", None)
         return forward(*inputs, **named)
+    if block.keeps_attention:  # recompute the rest
+        contexts = partial(checkpoint.create_selective_checkpoint_contexts, keep_or_recompute)
+        named["context_fn"] = contexts
     return checkpoint.checkpoint(forward, *inputs, use_reentrant=False, **named)
