@@ -47,14 +47,12 @@ def listed(module: nn.Module, single: bool) -> Iterator[nn.Module]:
         if isinstance(child, nn.ModuleList):
             yield from entries(child)
         elif isinstance(child, nn.Sequential):
-            items = (item for each in child for item in entries(each))
-            yield from (m for m in items if single or [*m.children()] or not is_torchs(m))
+            for item in (entry for each in child for entry in entries(each)):
+                is_single = not [*item.children()] and type(item).__module__.startswith("torch.nn.")
+                if single or not is_single:
+                    yield item
         else:
             yield from listed(child, single and isinstance(child, nn.ModuleDict))
-
-
-def is_torchs(module: nn.Module) -> bool:
-    return type(module).__module__.startswith("torch.nn.")
 
 
 def entries(module: nn.Module) -> list[nn.Module]:
