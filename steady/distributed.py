@@ -92,7 +92,7 @@ def has_store() -> bool:
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
-def first_in_launch(key: str, value: str) -> str:
+def first_in_launch(key: str, value: Any) -> Any:
     """The first `value` that a process of this launch stored under `key` for this command, even
     before a restart: torchrun's agent keeps the store. Without a store, `value` itself."""
     if not has_store():
@@ -101,7 +101,7 @@ def first_in_launch(key: str, value: str) -> str:
     try:
         store = dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=60))
         key = f"steady/{key}/{sys.argv}"  # a launch can run several commands
-        return store.compare_set(key, "", value).decode()
+        return json.loads(store.compare_set(key, "", json.dumps(value)))
     except RuntimeError:  # without a store no restart can ask for it
         return value
 
@@ -184,12 +184,22 @@ def start(process: Process, config: dict[str, Any], cuda_graphs: bool = False) -
     may compute the settings in NAMES from the clock, so all processes use rank 0's, and a restart
     uses those of the launch's first start (F73)."""
     check(process, config, cuda_graphs)  # before joining, so that each prints its own error
-    rank, world_size, backend = process.rank, process.world_size, config["backend"]
-    if process.master:
-        names = json.dumps({name: config[name] for name in NAMES if name in config})
-        config |= json.loads(first_in_launch("names", names))
-    if world_size == 1:
-        return
+    if process.world_size > 1:
+        join(process, config["backend"])
+    names = {name: config[name] for name in NAMES if name in config}
+    config |= on_rank0_first(process, lambda: first_in_launch("names", names))
+    # "auto" may choose another dtype on another GPU
+    own = config | {"dtype": str(process.dtype).removeprefix("torch.")}
+    configs = gather_objects(process, own)
+    differing = [key for key in own if any(c.get(key) != own[key] for c in configs)]
+    if differing:
+        listed = "; ".join(f"{key} is {[c.get(key) for c in configs]}" for key in differing)
+        raise UserError(f"the processes have different settings: {listed}")
+
+
+def join(process: Process, backend: str) -> None:
+    """Meet the other processes. From here on an error in one of them ends all."""
+    rank, world_size = process.rank, process.world_size
     if backend == "auto":
         backend = "nccl" if process.device.type == "cuda" else "gloo"
     if backend == "nccl":
@@ -212,17 +222,6 @@ def start(process: Process, config: dict[str, Any], cuda_graphs: bool = False) -
         exit_now(1)
 
     sys.excepthook = show_error_and_exit
-    # "auto" may choose another dtype on another GPU
-    computed = {"dtype": str(process.dtype).removeprefix("torch.")}
-    configs = gather_objects(process, config | computed)
-    names = {name: configs[0][name] for name in NAMES if name in config}
-    config |= names
-    configs = [c | names for c in configs]
-    own = configs[rank]
-    differing = [key for key in own if any(c.get(key) != own[key] for c in configs)]
-    if differing:
-        listed = "; ".join(f"{key} is {[c.get(key) for c in configs]}" for key in differing)
-        raise UserError(f"the processes have different settings: {listed}")
 
 
 def rendezvous_prefix(store: dist.Store, process: Process) -> str:
