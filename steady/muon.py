@@ -102,17 +102,14 @@ def orthogonalise_distributed(
         dist.all_gather_into_tensor(gathered, own)
         return gathered[:n]
     # every process sends its rows of a matrix to the process that handles the matrix
-    matrices = F.pad(matrices, (0, 0, 0, 0, 0, share * world_size - n))
     most = math.ceil(whole_rows / world_size)  # rows per process; the last ones may have fewer
-    heights = [min(most, max(0, whole_rows - i * most)) for i in range(world_size)]
-    theirs = [share * height * columns for height in heights]
-    ours = [share * rows * columns] * world_size
-    received = matrices.new_empty(sum(theirs))
-    dist.all_to_all_single(received, matrices.flatten(), theirs, ours)
-    parts = [part.view(share, -1, columns) for part in received.split(theirs)]
-    whole = orthogonalise(torch.cat(parts, dim=1), head_dim)
-    parts = whole.split([part.shape[1] for part in parts], dim=1)
-    returned = matrices.new_empty(matrices.numel())
-    sent = torch.cat([part.flatten() for part in parts])
-    dist.all_to_all_single(returned, sent, ours, theirs)
-    return returned.view_as(matrices)[:n]
+    sent = F.pad(matrices, (0, 0, 0, most - rows, 0, share * world_size - n))
+    parts = sent.new_empty((world_size, share, most, columns))
+    dist.all_to_all_single(parts, sent)
+    whole = parts.transpose(0, 1).reshape(share, world_size * most, columns)
+    whole = orthogonalise(whole[:, :whole_rows].contiguous(), head_dim)
+    whole = F.pad(whole, (0, 0, 0, world_size * most - whole_rows))
+    parts = whole.view(share, world_size, most, columns).transpose(0, 1).contiguous()
+    returned = torch.empty_like(sent)
+    dist.all_to_all_single(returned, parts)
+    return returned[:n, :rows]
