@@ -39,13 +39,15 @@ class KVCache:
         device: torch.device,
         dtype: torch.dtype,
     ):
+        # an edited model may lack these: then all heads have keys, or there is no attention
+        heads, layers = getattr(config, "n_head", 0), getattr(config, "n_layer", 0)
+        key_heads = getattr(config, "n_kv_head", heads)
+        head_dim = getattr(config, "head_dim", 0) or config.n_embd // max(1, heads)
         length = math.ceil(length / 16) * 16  # attention copies masks of other widths
-        heads, head_dim = key_heads(config)
-        shape = (batch_size, heads, length, head_dim)
+        shape = (batch_size, key_heads, length, head_dim)
         self.position = torch.zeros((), device=device, dtype=torch.int64)  # tokens held
         self.slots = torch.arange(length, device=device)
-        self.heads_per_key = config.n_head // heads
-        layers = getattr(config, "n_layer", 0)  # you may have renamed it: then there is no cache
+        self.heads_per_key = heads // max(1, key_heads)
         self.keys = [torch.zeros(shape, device=device, dtype=dtype) for _ in range(layers)]
         self.values = [torch.zeros_like(keys) for keys in self.keys]
 
@@ -75,23 +77,16 @@ class KVCache:
         return y.reshape(B, H, T, D)
 
 
-def key_heads(config: GPTConfig) -> tuple[int, int]:
-    """The number of key heads and their width. A model that you have edited may lack the settings:
-    then the model has as many key heads as query heads, or no attention at all."""
-    heads = getattr(config, "n_head", 0)
-    width = getattr(config, "head_dim", 0) or config.n_embd // max(1, heads)
-    return getattr(config, "n_kv_head", heads), width
-
-
 def require_room(
     config: GPTConfig, n: int, prompt: int, new: int, dtype: torch.dtype, device: torch.device
 ) -> None:
     """Raises UserError if `device` cannot hold n samples of prompt + new tokens. Allocates
     nothing."""
-    values = 2 * getattr(config, "n_layer", 0) * math.prod(key_heads(config))  # cached per token
-    cache = dtype.itemsize * values * min(config.block_size, prompt + new)
+    length = min(config.block_size, prompt + new)
+    cache = KVCache(config, 1, length, torch.device("meta"), dtype)  # without memory
+    cached = sum(tensor.nbytes for tensor in (*cache.keys, *cache.values))
     tokens, logits = 2 * 8 * (prompt + new), 3 * 4 * config.vocab_size  # with copies
-    needed = n * (cache + tokens + logits) / 2**30
+    needed = n * (cached + tokens + logits) / 2**30
     machine_gib = hardware.available_memory_gib(device)
     if needed > machine_gib:
         raise UserError(
