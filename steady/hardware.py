@@ -15,42 +15,24 @@ from steady import UserError
 MEMORY_FOR_CUDA = 0.03  # share of a GPU's memory that CUDA and its libraries need
 MIN_BFLOAT16_WIDTH = 128  # of models that train faster in bfloat16 on a CPU with support for it
 
-# Dense bf16/fp16 tensor-core peaks in FLOP/s from the vendor's data sheets. The first name found in
-# torch.cuda.get_device_name() counts, so longer names come first.
-PEAK_FLOPS = {
-    "GB200": 2500e12,
-    "B200": 2250e12,
-    "GH200": 989e12,
-    "H200 NVL": 835e12,
-    "H200": 989e12,
-    "H100 PCIe": 756e12,
-    "H100 NVL": 835e12,
-    "H100": 989e12,
-    "A100": 312e12,
-    "A100X": 312e12,
-    "A40": 150e12,
-    "A10G": 70e12,
-    "A10": 125e12,
-    "L40S": 362e12,
-    "L40": 181e12,
-    "L4": 121e12,
-    "V100S": 130e12,
-    "V100": 125e12,
-    "T4": 65e12,
-}
-# Consumer cards: dense, with float32 sums. The values are "Peak BF16 Tensor TFLOPS with FP32
-# Accumulate" in appendix A of NVIDIA's architecture white papers "GA102" (30), "Ada" (40) and "RTX
-# Blackwell" (50). That is twice the shaders' float32 rate, so cards missing there have twice the
-# shader TFLOPS of their product pages.
-PEAK_FLOPS |= {
-    f"RTX {name}": tflops * 1e12
-    for name, tflops in {
-        "5090": 209.5, "5080": 112.6, "5070 Ti": 87.9, "5070": 61.7, "5060 Ti": 47.4, "5060": 38.4,
-        "4090": 165.2, "4080 SUPER": 104.4, "4080": 97.5, "4070 Ti SUPER": 88.2, "4070 Ti": 80.2,
-        "4070 SUPER": 71.0, "4070": 58.3, "4060 Ti": 44.1, "4060": 30.2,
-        "3090 Ti": 80.0, "3090": 71.2, "3080 Ti": 68.2, "3080": 59.5, "3070 Ti": 43.5,
-        "3070": 40.6, "3060 Ti": 32.4, "3060": 25.5,
-    }.items()
+# Dense bf16/fp16 tensor-core peaks in TFLOP/s. The first name found in torch.cuda.get_device_name()
+# counts, so longer names come first. Data centre cards: from the vendor's data sheets. Consumer
+# cards, with float32 sums: "Peak BF16 Tensor TFLOPS with FP32 Accumulate" in appendix A of NVIDIA's
+# architecture white papers "GA102" (30), "Ada" (40) and "RTX Blackwell" (50). That is twice the
+# shaders' float32 rate, so cards missing there have twice the shader TFLOPS of their product pages.
+PEAK_TFLOPS = {
+    "GB200": 2500, "B200": 2250,
+    "GH200": 989, "H200 NVL": 835, "H200": 989, "H100 PCIe": 756, "H100 NVL": 835, "H100": 989,
+    "A100": 312, "A100X": 312, "A40": 150, "A10G": 70, "A10": 125,
+    "L40S": 362, "L40": 181, "L4": 121,
+    "V100S": 130, "V100": 125, "T4": 65,
+    "RTX 5090": 209.5, "RTX 5080": 112.6, "RTX 5070 Ti": 87.9, "RTX 5070": 61.7,
+    "RTX 5060 Ti": 47.4, "RTX 5060": 38.4,
+    "RTX 4090": 165.2, "RTX 4080 SUPER": 104.4, "RTX 4080": 97.5, "RTX 4070 Ti SUPER": 88.2,
+    "RTX 4070 Ti": 80.2, "RTX 4070 SUPER": 71.0, "RTX 4070": 58.3, "RTX 4060 Ti": 44.1,
+    "RTX 4060": 30.2,
+    "RTX 3090 Ti": 80.0, "RTX 3090": 71.2, "RTX 3080 Ti": 68.2, "RTX 3080": 59.5,
+    "RTX 3070 Ti": 43.5, "RTX 3070": 40.6, "RTX 3060 Ti": 32.4, "RTX 3060": 25.5,
 }  # fmt: skip
 
 
@@ -123,9 +105,9 @@ def peak_flops(device: torch.device, dtype: torch.dtype, devices: int = 1) -> fl
     if device.type != "cuda" or dtype == torch.float32:
         return None
     name = torch.cuda.get_device_name(device)
-    for key, peak in PEAK_FLOPS.items():
+    for key, peak in PEAK_TFLOPS.items():
         if re.search(rf"\b{key}\b(?! (Laptop|D|Ti|SUPER)\b)", name):  # other GPUs
-            return devices * peak
+            return devices * peak * 1e12
     return None
 
 
