@@ -44,23 +44,22 @@ class Plan:
 
     def summary(self, process: Process, fp8: bool = False) -> str:
         """The device, dtype and compilation of a run in one line, and any unavailable features."""
-        device, dtype = process.device, process.dtype
+        device, computed = process.device, str(process.dtype).removeprefix("torch.")
         compiled = f"will be compiled ({self.mode}), which takes about a minute"
         if self.obstacle:
             compiled = f"not compiled ({self.obstacle})"
         name = str(device)
         if device.type == "cuda":
-            name = f"{device} ({torch.cuda.get_device_name(device)})"
+            name += f" ({torch.cuda.get_device_name(device)})"
             if not kernels_work():
                 compiled += ", without custom kernels (slower, more memory)"
             if not expandable_segments():
                 compiled += ", without expandable segments"
+            native = torch.cuda.is_bf16_supported(including_emulation=False)
+            if process.dtype == torch.bfloat16 and not native:
+                computed += " (slow: this GPU only emulates it; use float16)"
         elif self.compiled and self.mode in GRAPH_MODES:
             compiled += f", without CUDA graphs on {device.type}"
-        computed = str(dtype).removeprefix("torch.")
-        if device.type == "cuda" and dtype == torch.bfloat16:
-            if not torch.cuda.is_bf16_supported(including_emulation=False):
-                computed += " (slow: this GPU only emulates it; use float16)"
         computed += " and float8" if fp8 else ""
         line = f"device {name}, dtype {computed}, {compiled}"
         if process.world_size > 1:
