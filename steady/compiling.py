@@ -4,7 +4,7 @@ import logging
 import os
 import platform
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -203,18 +203,16 @@ def compiled_parts(model: nn.Module) -> list[nn.Module]:
     if not next(model.parameters()).is_cuda:
         left_out += (nn.Embedding,)
 
-    def around(module: nn.Module) -> list[nn.Module]:
-        found = []
+    def around(module: nn.Module) -> Iterator[nn.Module]:
         for child in module.children():
             if child in blocks or isinstance(child, nn.ModuleList | nn.Sequential):
                 continue
             if any(m in blocks for m in child.modules()):
-                found += around(child)  # e.g. a module of your own that holds the blocks
+                yield from around(child)  # e.g. a module of your own that holds the blocks
             elif not isinstance(child, left_out):
-                found.append(child)
-        return found
+                yield child
 
-    return blocks + around(model) if blocks else []
+    return [*blocks, *around(model)] if blocks else []
 
 
 def why_not_compiled(error: Exception) -> str:
