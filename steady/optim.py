@@ -319,8 +319,8 @@ def all_parameters(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
 
 def optimizer_name(optimizer: torch.optim.Optimizer) -> str:
     """The optimizer's name in checkpoints: adamw or muon for ours, torch's name for others."""
-    return type(optimizer).__name__.lower() if isinstance(optimizer, AdamW) else (
-        f"torch's {type(optimizer).__name__}")  # fmt: skip
+    name = type(optimizer).__name__
+    return name.lower() if isinstance(optimizer, AdamW) else f"torch's {name}"
 
 
 @torch.no_grad()
