@@ -12,6 +12,7 @@ import atexit
 import contextlib
 import functools
 import json
+import math
 import os
 import re
 import secrets
@@ -615,10 +616,8 @@ def local_rows(whole: Tensor, like: Tensor) -> Tensor:
 
 
 def own_rows(sharded: Tensor) -> tuple[int, int]:
-    """This process's rows of a sharded tensor: the first, and how many."""
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-    shape, offset = compute_local_shape_and_global_offset(
-        sharded.shape, sharded.device_mesh, sharded.placements
-    )
-    return offset[0], shape[0]
+    """This process's rows of a sharded tensor: the first, and how many. FSDP2 gives equally many
+    to all processes, except for the last ones, which may have fewer."""
+    most = math.ceil(len(sharded) / dist.get_world_size())
+    first = min(dist.get_rank() * most, len(sharded))
+    return first, min(most, len(sharded) - first)
