@@ -161,8 +161,8 @@ def fit(
     compiling.allow_dynamic(plan)
     gc.collect()
     gc.freeze()  # later collections skip the set-up's objects: scanning them stalls a step
-    smaller = [flags(n) for n in every_size if n < size]
-    return Fit(model, size, "\n".join(lines), smaller[0] if smaller else "")
+    smaller = next((flags(n) for n in every_size if n < size), "")
+    return Fit(model, size, "\n".join(lines), smaller)
 
 
 @contextlib.contextmanager
