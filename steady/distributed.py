@@ -588,11 +588,9 @@ def local_shards(tensors: list[Tensor]) -> list[Tensor]:
 def total_norm(tensors: list[Tensor]) -> Tensor:
     """The 2-norm (scalar) of all tensors together. All or none must be sharded."""
     norm = torch.nn.utils.get_total_norm(local_shards(tensors))
-    if is_sharded(tensors[0]):
-        norm.square_()
-        all_reduce_sum(norm)
-        norm.sqrt_()
-    return norm
+    if not is_sharded(tensors[0]):
+        return norm
+    return all_reduce_sum(norm.square()).sqrt()
 
 
 def gather_full(state: Any) -> Any:
