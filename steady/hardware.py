@@ -43,10 +43,8 @@ def choose_device(name: str = "auto", local_rank: int | None = None) -> torch.de
     Raises UserError if the name is unknown or the device is not available.
     """
     if name == "auto":
-        if torch.cuda.is_available():
-            name = "cuda"
-        else:
-            name = "mps" if torch.backends.mps.is_available() else "cpu"
+        kinds = {"cuda": torch.cuda, "mps": torch.backends.mps, "cpu": torch.cpu}
+        name = next(kind for kind, backend in kinds.items() if backend.is_available())
     kind, _, index = name.partition(":")
     if kind not in ("cpu", "cuda", "mps"):
         raise UserError(f"unknown device {name!r}: use auto, cpu, cuda, cuda:N or mps")
