@@ -6,6 +6,7 @@ import json
 import os
 import re
 import reprlib
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -72,15 +73,11 @@ def encode_pieces(
 ) -> Iterator[Sequence[int]]:
     """The ids of the text in `chunks`, in pieces. The ids are the same as for the whole text, but
     memory stays constant, and tokenizers that fail on long texts work (tiktoken#15)."""
-    for piece in cut_text(tokenizer, chunks, before, after):
-        yield encode_between(tokenizer, *piece)
-
-
-def encode_between(tokenizer: Tokenizer, before: str, text: str, after: str) -> Sequence[int]:
-    """The ids of `text` between `before` and `after`, which may affect them."""
-    if hasattr(tokenizer, "encode_between"):
-        return tokenizer.encode_between(before, text, after)
-    return getattr(tokenizer, "encode_array", tokenizer.encode)(text)
+    for left, text, right in cut_text(tokenizer, chunks, before, after):
+        if hasattr(tokenizer, "encode_between"):
+            yield tokenizer.encode_between(left, text, right)
+        else:
+            yield getattr(tokenizer, "encode_array", tokenizer.encode)(text)
 
 
 def code_points(text: str) -> np.ndarray:
@@ -255,11 +252,10 @@ class HFTokenizer:
         if not before and not after:
             return self.encode(text)
         encoding = self.encoding_of(self.for_text, before + text + after)
-        ids, starts = encoding.ids, [start for start, _ in encoding.offsets]
-        begin, end = len(before), len(before) + len(text)
-        first = sum(start < begin for start in starts) if before else 0
-        last = sum(start < end for start in starts) if after else len(ids)
-        return ids[first:last]
+        starts = [start for start, _ in encoding.offsets]
+        first = bisect_left(starts, len(before))
+        last = bisect_left(starts, len(before) + len(text)) if after else len(starts)
+        return encoding.ids[first:last]
 
     def encode_prompt(self, text: str) -> list[int]:
         """Like `encode`, but encodes special tokens in the text as tokens."""
