@@ -538,15 +538,14 @@ def require_all_tokens(
 
 def added_by_template(tokenizer: HFTokenizer) -> tuple[list[int], list[int]]:
     """The ids that a tokenizer's template puts before and after a text."""
-    encode, vocabulary = tokenizer.tokenizer.encode, tokenizer.tokenizer.get_vocab()
-    for text in ("a", "1", ".", *itertools.islice(vocabulary, 1000)):
+    for text in ("a", "1", ".", *itertools.islice(tokenizer.tokenizer.get_vocab(), 1000)):
         try:
-            whole, bare = encode(text).ids, encode(text, add_special_tokens=False).ids
+            encoding = tokenizer.tokenizer.encode(text)
         except Exception:  # a vocabulary without an unknown token
             continue
-        for i in range(len(whole) - len(bare) + 1 if bare else 0):
-            if whole[i : i + len(bare)] == bare:
-                return whole[:i], whole[i + len(bare) :]
+        ids, mask = encoding.ids, encoding.special_tokens_mask  # 1: added by the template
+        if 0 in mask:
+            return ids[: mask.index(0)], ids[len(ids) - mask[::-1].index(0) :]
     return [], []
 
 
@@ -579,23 +578,20 @@ def write_hf_tokenizer(
         written.decoder = decoders.Fuse()
         if end is not None:
             written.add_special_tokens(["<|endoftext|>"])
-    elif isinstance(tokenizer, GPT2Tokenizer):
-        from tiktoken.load import read_file_cached
+    else:
+        if isinstance(tokenizer, GPT2Tokenizer):
+            from tiktoken.load import read_file_cached
 
-        vocab, merges = (
-            read_file_cached(f"{GPT2_FILES}/{n}") for n in ("encoder.json", "vocab.bpe")
-        )
-        pairs = [tuple(line.split()) for line in merges.decode().splitlines()[1:]]
-        written = tokenizers.Tokenizer(models.BPE(json.loads(vocab), pairs))
+            names = "encoder.json", "vocab.bpe"
+            vocab, merges = (read_file_cached(f"{GPT2_FILES}/{name}").decode() for name in names)
+            vocab, pairs = json.loads(vocab), [tuple(x.split()) for x in merges.splitlines()[1:]]
+        else:  # GPT-2's characters for bytes: printable ones, or the next from U+0100 on
+            shown = [*range(33, 127), *range(161, 173), *range(174, 256)]
+            hidden = [byte for byte in range(256) if byte not in shown]
+            vocab = {chr(256 + hidden.index(i) if i in hidden else i): i for i in range(256)}
+            pairs = []
+        written = tokenizers.Tokenizer(models.BPE(vocab, pairs))
         written.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-        written.decoder = decoders.ByteLevel()
-        written.add_special_tokens(["<|endoftext|>"])
-    else:  # GPT-2's printable characters for bytes: themselves, or the next ones from U+0100 on
-        shown = [*range(33, 127), *range(161, 173), *range(174, 256)]
-        hidden = [byte for byte in range(256) if byte not in shown]
-        vocab = {chr(256 + hidden.index(i) if i in hidden else i): i for i in range(256)}
-        written = tokenizers.Tokenizer(models.BPE(vocab, []))
-        written.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
         written.decoder = decoders.ByteLevel()  # decodes incomplete characters too
         written.add_special_tokens(["<|endoftext|>"])
     settings = {k: v for k, v in pretrained_files.get("tokenizer_config", {}).items()
