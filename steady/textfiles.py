@@ -182,15 +182,12 @@ def text_pieces(
         """The text up to the first character that begins at `stop` or later."""
         nonlocal position
         decoder = codecs.getincrementaldecoder("utf-8")()
-        while position < stop:
-            block = file.read(min(READ_BYTES, stop - position))
+        while position < stop or decoder.getstate()[0]:  # the rest of a character
+            block = file.read(min(READ_BYTES, max(1, stop - position)))
             if not block:
                 raise ValueError("it was truncated while it was being read")
-            for _ in range(3):  # the rest of a character
-                if position + len(block) == stop < size and b"\x80" <= file.peek(1)[:1] < b"\xc0":
-                    block, stop = block + file.read(1), stop + 1
             position += len(block)
-            yield decoded(path, decoder, block, position - len(block), position == stop)
+            yield decoded(path, decoder, block, position - len(block), position == size)
 
     for split, stop in (("train", cut), ("val", size)):
         for before, text, after in cut_text(tokenizer, chunks(stop)):
