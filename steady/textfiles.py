@@ -35,7 +35,7 @@ KINDS = {".jsonl": "json", ".ndjson": "json", ".json": "json", ".csv": "csv", ".
 PACKED = {".gz": "gzip", ".zst": "zstd"}
 ACCEPTED = ".jsonl, .ndjson, .json, .csv, .tsv (each also .gz or .zst), .parquet, or UTF-8 text"
 
-Row = tuple[int, str, str, str | None]  # number, place for messages, text, and problem or None
+Row = tuple[str, str, str | None]  # place for messages, text, and problem or None
 
 
 class Piece(NamedTuple):
@@ -94,7 +94,7 @@ def pieces_of(
             return
         phase = number * GOLDEN % 1  # each file begins elsewhere between two held-out rows
         rows = {"json": json_rows, "csv": csv_rows, "parquet": parquet_rows}[kind]
-        for row, where, text, problem in rows(path, file, column):
+        for row, (where, text, problem) in enumerate(rows(path, file, column)):
             before, after = (n * val_fraction + phase for n in (row, row + 1))
             split = "val" if int(after) > int(before) else "train"
             yield Piece(split, text, f"{path}, {where}", problem, at + raw.tell())
@@ -198,22 +198,19 @@ def json_rows(path: Path, file: BinaryIO, column: str) -> Iterator[Row]:
     if file.peek(64).removeprefix(codecs.BOM_UTF8).lstrip()[:1] == b"[":
         # bytes that are not UTF-8 become surrogates, which make bad rows
         text = file.read().decode("utf-8-sig", errors="surrogateescape")
-        for row, value in enumerate(json.loads(text, strict=False)):  # takes control characters
-            yield row, f"row {row + 1}", *text_in(value, column)
+        for row, value in enumerate(json.loads(text, strict=False), 1):  # takes control characters
+            yield f"row {row}", *text_in(value, column)
         return
-    for row, line in enumerate(file):
-        if line.strip():
-            text, problem = text_in_line(line, column)
-            if problem and row == 0 and ".json" in path.suffixes:
+    for number, line in enumerate(file, 1):
+        if not line.strip():
+            continue
+        try:  # decode here: json.loads accepts encoded surrogates
+            text, problem = text_in(json.loads(line.decode("utf-8-sig")), column)
+        except (ValueError, RecursionError) as error:  # not UTF-8, not JSON, or too deep
+            text, problem = "", f"not JSON ({error})"
+            if number == 1 and ".json" in path.suffixes:
                 problem += "; a .json file must have one row per line or be a list of rows"
-            yield row, f"line {row + 1}", text, problem
-
-
-def text_in_line(line: bytes, column: str) -> tuple[str, str | None]:
-    try:  # decode here: json.loads accepts encoded surrogates
-        return text_in(json.loads(line.decode("utf-8-sig")), column)
-    except (ValueError, RecursionError) as error:  # not UTF-8, not JSON, or too deep
-        return "", f"not JSON ({error})"
+        yield f"line {number}", text, problem
 
 
 def text_in(row: Any, column: str) -> tuple[str, str | None]:
@@ -242,7 +239,7 @@ def csv_rows(path: Path, file: BinaryIO, column: str) -> Iterator[Row]:
     text = io.TextIOWrapper(file, "utf-8-sig", errors="surrogateescape", newline="")
     # strict: otherwise an unclosed quote merges all following rows into one
     delimiter = "\t" if unpacked_suffix(path) == ".tsv" else ","
-    reader, row, place = csv.reader(text, delimiter=delimiter, strict=True), 0, "header"
+    reader, place = csv.reader(text, delimiter=delimiter, strict=True), "header"
     try:
         header = next(reader, [])
         require_column(path, column, header)
@@ -255,8 +252,7 @@ def csv_rows(path: Path, file: BinaryIO, column: str) -> Iterator[Row]:
             if delimiter == "\t" and any("\t" in field and "\n" in field for field in fields):
                 raise csv.Error("a cell has tabs and line breaks")
             if fields:
-                yield row, f"line {reader.line_num}", found, problem
-                row += 1
+                yield f"line {reader.line_num}", found, problem
             place = f"row that starts at line {reader.line_num + 1}"
     except csv.Error as error:  # where the next row begins is not known
         raise ValueError(f"{error} in the {place}: check the quotes") from None
@@ -278,13 +274,12 @@ def require_column(path: Path, column: str, names: list[str]) -> None:
 def parquet_rows(path: Path, file: BinaryIO, column: str) -> Iterator[Row]:
     import pyarrow.parquet
 
-    table, row = pyarrow.parquet.ParquetFile(file), 0
+    table = pyarrow.parquet.ParquetFile(file)
     require_column(path, column, table.schema_arrow.names)
-    for batch in table.iter_batches(batch_size=1000, columns=[column]):
-        for value in batch.column(0):
-            try:
-                text, problem = checked(value.as_py(), column)
-            except UnicodeDecodeError as error:  # in one row
-                text, problem = "", f"not UTF-8 ({error})"
-            yield row, f"row {row + 1}", text, problem
-            row += 1
+    batches = table.iter_batches(batch_size=1000, columns=[column])
+    for row, value in enumerate((value for batch in batches for value in batch.column(0)), 1):
+        try:
+            text, problem = checked(value.as_py(), column)
+        except UnicodeDecodeError as error:  # in one row
+            text, problem = "", f"not UTF-8 ({error})"
+        yield f"row {row}", text, problem
