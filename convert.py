@@ -16,7 +16,6 @@ if __name__ == "__main__":
 import json
 import os
 import re
-import secrets
 import shutil
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -279,8 +278,9 @@ def holds_another_model(folder: Path) -> bool:
     from safetensors import SafetensorError, safe_open
 
     ours = ("config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json",
-            "special_tokens_map.json", "chat_template.jinja")  # fmt: skip
-    if not any([*folder.glob("*.safetensors*"), *((folder / name).exists() for name in ours)]):
+            "special_tokens_map.json", "chat_template.jinja",
+            "model.safetensors.index.json")  # fmt: skip
+    if not any([*folder.glob("*.safetensors"), *((folder / name).exists() for name in ours)]):
         return False
     try:
         with safe_open(folder / "model.safetensors", "pt") as file:
@@ -395,44 +395,33 @@ def write_pretrained(saved: dict[str, Any], folder: Path, dtype: torch.dtype) ->
         raise UserError(
             f"--to={folder} holds another model or tokenizer: name another folder, or delete it"
         )
-    weights = {
-        rename(name, OURS): tensor.to(dtype).contiguous()
+    weights = {  # copies, because safetensors refuses weights that blocks share
+        rename(name, OURS): tensor.to(dtype, copy=True, memory_format=torch.contiguous_format)
         for name, tensor in saved["model"].items()
         if isinstance(tensor, Tensor)  # a module may have extra state
         if not (ours.tied_embeddings and name == "lm_head.weight")
     }
-    written: set[int] = set()
-    for name, tensor in weights.items():  # safetensors refuses weights that blocks share
-        address = tensor.untyped_storage().data_ptr()
-        weights[name] = tensor.clone() if address in written else tensor
-        written.add(address)
     beyond = f"values beyond the range of {theirs['torch_dtype']}: use --dtype=bfloat16"
     checkpoint.check_finite(weights, folder, problem=beyond)
     folder.mkdir(parents=True, exist_ok=True)
-    # safetensors needs a file name, and raises its own error if the disk is full
-    part = folder / f"model.{secrets.token_hex(4)}.tmp"
-    before = set(folder.iterdir())
-    try:
-        try:
-            save_file(weights, part, metadata={"format": "pt"} | WRITER)
+    # the weights first: they mark the folder as ours, in case the rest fails
+    with atomic_write(folder / "model.safetensors") as file:
+        try:  # safetensors needs a file name, and raises its own error if the disk is full
+            save_file(weights, Path(file.name), metadata={"format": "pt"} | WRITER)
         except Exception as error:
             reason = " ".join(str(error).split())
             raise UserError(f"cannot write the weights to {folder}: {reason}") from None
-        for name, content in (("config", theirs), ("generation_config", generation)):
-            with atomic_write(folder / f"{name}.json") as file:
-                file.write(json.dumps(content, indent=2).encode() + b"\n")
-        written = write_hf_tokenizer(saved["tokenizer"], folder, metadata)
-        earlier = [folder / "special_tokens_map.json", folder / "chat_template.jinja",
-                   *folder.glob(f"{TEMPLATES}/*.jinja")]  # fmt: skip
-        for path in earlier:  # of an export to the same folder
-            if path.relative_to(folder).as_posix() not in written:
-                path.unlink(missing_ok=True)
-        shutil.copymode(folder / "config.json", part)  # else only we may read it
-        part.replace(folder / "model.safetensors")
-    except BaseException:
-        for path in {*folder.glob("*.*")} - before:  # or they would block the next try
-            path.unlink()
-        raise
+    for name, content in (("config", theirs), ("generation_config", generation)):
+        with atomic_write(folder / f"{name}.json") as file:
+            file.write(json.dumps(content, indent=2).encode() + b"\n")
+    # safetensors lets only us read it
+    shutil.copymode(folder / "config.json", folder / "model.safetensors")
+    written = write_hf_tokenizer(saved["tokenizer"], folder, metadata)
+    earlier = [folder / "special_tokens_map.json", folder / "chat_template.jinja",
+               *folder.glob(f"{TEMPLATES}/*.jinja")]  # fmt: skip
+    for path in earlier:  # of an export to the same folder
+        if path.relative_to(folder).as_posix() not in written:
+            path.unlink(missing_ok=True)
 
 
 if __name__ == "__main__":
