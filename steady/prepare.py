@@ -10,7 +10,6 @@ preparation starts over. The choice of held-out documents depends only on their 
 """
 
 import contextlib
-import functools
 import itertools
 import json
 import math
@@ -79,19 +78,15 @@ def token_dtype(tokenizer: Tokenizer) -> np.dtype:
 
 def write_dataset(
     folder: str | Path, tokenizer: Tokenizer, splits: dict[str, Iterable[str]]
-) -> dict[str, int]:
-    """Tokenize `splits` (`{"train": documents, "val": documents}`) into `folder`.
-
-    Returns the token count of each split and prints them.
-    """
+) -> None:
+    """Tokenize `splits` (`{"train": documents, "val": documents}`) into `folder`."""
 
     def read(i: int) -> Iterator[Piece]:
         for n, text in enumerate(splits[SPLITS[i]], 1):
             yield Piece(SPLITS[i], text, f"document {n} of {SPLITS[i]}")
 
-    tokens = write_tokens(Path(folder), tokenizer, read, len(SPLITS), 0)
+    write_tokens(Path(folder), tokenizer, read, len(SPLITS), 0)
     say_how_to_train(Path(folder), tokenizer)
-    return tokens
 
 
 def write_tokens(
@@ -105,7 +100,7 @@ def write_tokens(
     max_tokens: int = 0,
     unit: str = "document",
     total: int | None = None,
-) -> dict[str, int]:
+) -> None:
     """Make a data set of the documents in the parts `read(0)` to `read(n_parts - 1)`.
 
     Args:
@@ -119,6 +114,7 @@ def write_tokens(
     remove_temporary(folder, FILES)
     width, tokens = token_dtype(tokenizer).itemsize, dict.fromkeys(SPLITS, 0)
     n_bytes, skipped, n_skipped = dict.fromkeys(SPLITS, 0), [], 0
+    seen = np.zeros(tokenizer.vocab_size, dtype=np.int64)  # how often each id is in val.bin
     needed, free = max_tokens * width or size, shutil.disk_usage(folder).free
     if needed > free:
         raise UserError(
@@ -131,8 +127,7 @@ def write_tokens(
     with contextlib.ExitStack() as stack:
         stack.callback((folder / ".lock").unlink, missing_ok=True)
         files = {s: stack.enter_context(atomic_write(folder / f"{s}.bin")) for s in SPLITS}
-        work = functools.partial(encode_batch, tokenizer)
-        for ids, sizes, bad, at in run_jobs(work, batches(read, n_parts), num_proc):
+        for ids, sizes, bad, at in encode_batches(tokenizer, batches(read, n_parts), num_proc):
             if bad and not skip_bad_rows:
                 hint = "" if skip_bad_rows is None else " (--skip_bad_rows=True skips such rows)"
                 raise UserError(bad[0] + hint)
@@ -141,6 +136,7 @@ def write_tokens(
                 file.write(ids[split].data)  # ndarray.tofile hides that a disk is full
                 tokens[split] += len(ids[split])
                 n_bytes[split] += sizes[split]
+            seen += np.bincount(ids["val"], minlength=len(seen))
             advance(bar, tokens["train"] if max_tokens else at)
             if 0 < max_tokens <= tokens["train"]:
                 break
@@ -153,8 +149,7 @@ def write_tokens(
         if n_skipped:
             print(visible("\n".join(skipped + ["..."] * (n_skipped > 10))))
             print(f"warning: skipped {n_skipped:,} bad rows")
-        write_meta(folder, tokenizer, files, tokens, n_bytes)
-    return tokens
+        write_meta(folder, tokenizer, files, tokens, n_bytes, seen)
 
 
 def batches(read: Callable[[int], Iterator[Piece]], n_parts: int) -> Iterator[list[Piece]]:
@@ -170,15 +165,17 @@ def batches(read: Callable[[int], Iterator[Piece]], n_parts: int) -> Iterator[li
         yield batch
 
 
-def run_jobs(work: Callable, jobs: Iterable[Any], num_proc: int) -> Iterator[Any]:
-    """The results of `work` on every job, in order. Threads take turns, with at most two jobs for
-    each of them in memory."""
+def encode_batches(
+    tokenizer: Tokenizer, batches: Iterable[list[Piece]], num_proc: int
+) -> Iterator[tuple[dict[str, np.ndarray], dict[str, int], list[str], int]]:
+    """The results of `encode_batch` on every batch, in order. Threads take turns, with at most two
+    batches for each of them in memory."""
     num_proc = min(num_proc, 4 * (os.cpu_count() or 1))  # thousands would take all memory
     pending: deque[Any] = deque()
     with ThreadPoolExecutor(num_proc) as pool:
         try:
-            for job in jobs:
-                pending.append(pool.submit(work, job))
+            for batch in batches:
+                pending.append(pool.submit(encode_batch, tokenizer, batch))
                 if len(pending) == 2 * num_proc:
                     yield pending.popleft().result()
             while pending:
@@ -239,6 +236,7 @@ def write_meta(
     files: dict[str, BinaryIO],
     tokens: dict[str, int],
     n_bytes: dict[str, int],
+    seen: np.ndarray,
 ) -> None:
     """Write meta.json for token files that are complete, but still have temporary names. It comes
     first: without it the token files would count as nanoGPT's."""
@@ -253,7 +251,6 @@ def write_meta(
                 f"the {split} split of {folder} would be empty: use more text, or another "
                 "--val_fraction"
             )
-    seen = count_tokens(paths["val"], tokenizer)
     probabilities = seen[seen > 0] / seen.sum()
     meta = tokenizer.meta() | {
         "vocab_size": tokenizer.vocab_size,
@@ -290,15 +287,6 @@ def say_how_to_train(folder: Path, tokenizer: Tokenizer) -> None:
     command = ["python", str(here / "train.py"), str(here / "config" / (own or [config])[0])]
     command = shlex.join(command + ([] if own else flags))
     print(f"vocabulary size {tokenizer.vocab_size:,}; train on it with: {command}")
-
-
-def count_tokens(path: Path, tokenizer: Tokenizer) -> np.ndarray:
-    """How often each id (vocab_size,) is in a token file."""
-    seen = np.zeros(tokenizer.vocab_size, dtype=np.int64)
-    with open(path, "rb") as file:
-        while len(ids := np.fromfile(file, dtype=token_dtype(tokenizer), count=2**20)):
-            seen += np.bincount(ids, minlength=len(seen))
-    return seen
 
 
 def refuse_foreign_files(folder: Path) -> None:
