@@ -38,7 +38,6 @@ from steady.output import shown, waiting
 from steady.shuffle import scramble
 from steady.textfiles import Piece
 from steady.tokenizer import (
-    PIECE,
     ByteTokenizer,
     CharTokenizer,
     HFTokenizer,
@@ -86,7 +85,6 @@ def write_dataset(
             yield Piece(SPLITS[i], text, f"document {n} of {SPLITS[i]}")
 
     write_tokens(Path(folder), tokenizer, read, len(SPLITS), 0)
-    say_how_to_train(Path(folder), tokenizer)
 
 
 def write_tokens(
@@ -101,7 +99,8 @@ def write_tokens(
     unit: str = "document",
     total: int | None = None,
 ) -> None:
-    """Make a data set of the documents in the parts `read(0)` to `read(n_parts - 1)`.
+    """Make a data set of the documents in the parts `read(0)` to `read(n_parts - 1)`, and print the
+    command that trains on it.
 
     Args:
         size: estimated bytes of the tokens.
@@ -150,6 +149,7 @@ def write_tokens(
             print(visible("\n".join(skipped + ["..."] * (n_skipped > 10))))
             print(f"warning: skipped {n_skipped:,} bad rows")
         write_meta(folder, tokenizer, files, tokens, n_bytes, seen)
+    say_how_to_train(folder, tokenizer)
 
 
 def batches(read: Callable[[int], Iterator[Piece]], n_parts: int) -> Iterator[list[Piece]]:
@@ -320,10 +320,8 @@ def prepare_hub_dataset(namespace: dict[str, Any]) -> None:
     """The main function of a hub data set's prepare.py, called with its `globals()`."""
     config = configure(namespace, base=__file__, positional="")
     folder = config.pop("out") or Path(namespace["__file__"]).parent
-    name = config.pop("tokenizer")
-    chosen = tokenizer_named(name, config.pop("special_tokens"))
+    chosen = tokenizer_named(config.pop("tokenizer"), config.pop("special_tokens"))
     prepare_from_hub(folder, chosen, **config)
-    say_how_to_train(Path(folder), chosen)
 
 
 def prepare_from_hub(
@@ -435,9 +433,13 @@ def prepare_from_files(
     if not own or special_tokens:
         chosen = tokenizer_named(tokenizer, special_tokens)
     elif tokenizer.startswith("bpe:"):
-        every = math.ceil(sum(sizes) / BPE_BYTES)
-        chosen = train_own_bpe(tokenizer, itertools.islice(
-            texts("reading text for the tokenizer"), 0, None, max(1, every)))  # fmt: skip
+        vocab_size, every = tokenizer.removeprefix("bpe:"), 1 + sum(sizes) // BPE_BYTES
+        if not vocab_size.isdecimal():
+            raise UserError(
+                f"unknown tokenizer={tokenizer!r}: give the vocabulary size, as in bpe:8192"
+            )
+        some = itertools.islice(texts("reading text for the tokenizer"), 0, None, every)
+        chosen = train_bpe(some, int(vocab_size))
     else:
         seen = np.zeros(sys.maxunicode + 1, dtype=bool)
         for text in texts("reading characters"):
@@ -448,7 +450,6 @@ def prepare_from_files(
     size = sum(sizes) * 2 if tokenizer in ("char", "byte") else sum(sizes) // 2
     write_tokens(folder, chosen, lambda i: read(i, chosen), len(paths), size, num_proc,
                  skip_bad_rows, unit="B", total=sum(sizes))  # fmt: skip
-    say_how_to_train(folder, chosen)
 
 
 def tokenizer_named(name: str, special_tokens: bool) -> Tokenizer:
@@ -467,15 +468,3 @@ def tokenizer_named(name: str, special_tokens: bool) -> Tokenizer:
     if special_tokens and meta.get("tokenizer") in ("byte", "char"):
         raise UserError(f"special_tokens=True: {name} has a {meta['tokenizer']} tokenizer")
     return from_meta(meta | ({"special_tokens": True} if special_tokens else {}))
-
-
-def train_own_bpe(name: str, texts: Iterable[str]) -> Tokenizer:
-    """Train a BPE of the size in `bpe:SIZE`."""
-    size = name.partition(":")[2]
-    if not size.isdecimal():
-        raise UserError(f"unknown tokenizer={name!r}: give the vocabulary size, as in bpe:8192")
-    trained = train_bpe((text[i : i + PIECE] for text in texts for i in range(0, len(text), PIECE)),
-                        int(size))  # fmt: skip
-    if trained.vocab_size < int(size):
-        print(f"note: the texts yield only {trained.vocab_size} tokens, not {size}")
-    return trained

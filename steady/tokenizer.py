@@ -384,8 +384,13 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> HFTokenizer:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(texts, trainer)
-    return HFTokenizer(tokenizer.to_str(), end_of_text=0)
+    # in pieces, because it buffers 256 of them
+    pieces = (text[i : i + PIECE] for text in texts for i in range(0, len(text), PIECE))
+    tokenizer.train_from_iterator(pieces, trainer)
+    trained = HFTokenizer(tokenizer.to_str(), end_of_text=0)
+    if trained.vocab_size < vocab_size:
+        print(f"note: the texts yield only {trained.vocab_size} tokens, not {vocab_size}")
+    return trained
 
 
 # the keys of meta.json that checkpoints keep
@@ -701,14 +706,12 @@ def is_count(value: object) -> bool:
     return type(value) is int and 0 <= value < 2**53
 
 
-def check_meta(meta: Any, source: str, whole: bool = False) -> None:
+def check_meta(meta: dict[str, Any], source: str, whole: bool = False) -> None:
     """Raises UserError with `source` and the key if `meta` is not valid for meta.json.
 
     whole: if it has a tokenizer, require the vocabulary size and dtype too, which prepare.py
     writes. Otherwise a misspelled key would mean GPT-2's vocabulary, or 16 bits instead of 32.
     """
-    if not isinstance(meta, dict):
-        raise UserError(f"{source} must hold a JSON object, not a {type(meta).__name__}")
     whole = whole and bool(meta.keys() & {"tokenizer", "alphabet", "json"})
     needed = {"tokenizer", "vocab_size", "dtype"} if whole else set()
     for key, holds in META_VALUES.items():
