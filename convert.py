@@ -277,10 +277,7 @@ def holds_another_model(folder: Path) -> bool:
     """Whether `folder` has a model or tokenizer other than an earlier export."""
     from safetensors import SafetensorError, safe_open
 
-    ours = ("config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json",
-            "special_tokens_map.json", "chat_template.jinja",
-            "model.safetensors.index.json")  # fmt: skip
-    if not any([*folder.glob("*.safetensors"), *((folder / name).exists() for name in ours)]):
+    if not any(path.suffix in (".safetensors", ".json", ".jinja") for path in folder.glob("*")):
         return False
     try:
         with safe_open(folder / "model.safetensors", "pt") as file:
