@@ -467,12 +467,7 @@ def hf_tokenizer_meta(folder: Path) -> dict[str, Any]:
         raise UserError(f"{path}: {error}") from None
     vocabulary = tokenizer.tokenizer.get_vocab(with_added_tokens=True)
     settings = read_json(folder / "tokenizer_config.json")
-
     special = read_json(folder / "special_tokens_map.json")
-
-    def id_of(key: str, content: dict[str, Any]) -> int | None:
-        return vocabulary.get(spelling(content.get(key)))
-
     require_all_tokens(folder, (settings, special), vocabulary)
     ends = []
     for name in ("config.json", "generation_config.json"):
@@ -485,11 +480,12 @@ def hf_tokenizer_meta(folder: Path) -> dict[str, Any]:
                 )
             ends.append(id)
     before, after = added_by_template(tokenizer)
-    named = [id_of("eos_token", content) for content in (settings, special)]
-    if named := [id for id in named if id is not None]:
+    names = [spelling(content.get("eos_token")) for content in (settings, special)]
+    if named := [vocabulary[name] for name in names if name in vocabulary]:
         # a config.json may have transformers' default ids, which this tokenizer gives to letters
         added = {*tokenizer.tokenizer.get_added_tokens_decoder()}
-        usable = (added - {*before, id_of("unk_token", settings)}) | {*named}
+        unknown = vocabulary.get(spelling(settings.get("unk_token")))
+        usable = (added - {*before, unknown}) | {*named}
         for id in dict.fromkeys(id for id in ends if id not in usable):
             print(
                 f"note: eos_token_id={id} in {folder} is {tokenizer.tokenizer.id_to_token(id)!r}, "
@@ -501,7 +497,8 @@ def hf_tokenizer_meta(folder: Path) -> dict[str, Any]:
     if len(before) > 1:
         raise UserError(f"{path} puts {len(before)} tokens before a text: at most one is supported")
     adds = settings.get("add_bos_token")
-    if isinstance(adds, bool) and adds != bool(before) and id_of("bos_token", settings) is not None:
+    known = spelling(settings.get("bos_token")) in vocabulary
+    if isinstance(adds, bool) and adds != bool(before) and known:
         print(
             f"note: {folder / 'tokenizer_config.json'} has add_bos_token={adds}, but the template "
             f"in tokenizer.json disagrees: texts and prompts "
