@@ -392,12 +392,17 @@ def write_pretrained(saved: dict[str, Any], folder: Path, dtype: torch.dtype) ->
         raise UserError(
             f"--to={folder} holds another model or tokenizer: name another folder, or delete it"
         )
-    weights = {  # copies, because safetensors refuses weights that blocks share
-        rename(name, OURS): tensor.to(dtype, copy=True, memory_format=torch.contiguous_format)
+    weights = {
+        rename(name, OURS): tensor.to(dtype).contiguous()
         for name, tensor in saved["model"].items()
         if isinstance(tensor, Tensor)  # a module may have extra state
         if not (ours.tied_embeddings and name == "lm_head.weight")
     }
+    written: set[int] = set()
+    for name, tensor in weights.items():  # safetensors refuses weights that blocks share
+        address = tensor.untyped_storage().data_ptr()
+        weights[name] = tensor.clone() if address in written else tensor
+        written.add(address)
     beyond = f"values beyond the range of {theirs['torch_dtype']}: use --dtype=bfloat16"
     checkpoint.check_finite(weights, folder, problem=beyond)
     folder.mkdir(parents=True, exist_ok=True)
@@ -413,11 +418,11 @@ def write_pretrained(saved: dict[str, Any], folder: Path, dtype: torch.dtype) ->
             file.write(json.dumps(content, indent=2).encode() + b"\n")
     # safetensors lets only us read it
     shutil.copymode(folder / "config.json", folder / "model.safetensors")
-    written = write_hf_tokenizer(saved["tokenizer"], folder, metadata)
+    files = write_hf_tokenizer(saved["tokenizer"], folder, metadata)
     earlier = [folder / "special_tokens_map.json", folder / "chat_template.jinja",
                *folder.glob(f"{TEMPLATES}/*.jinja")]  # fmt: skip
     for path in earlier:  # of an export to the same folder
-        if path.relative_to(folder).as_posix() not in written:
+        if path.relative_to(folder).as_posix() not in files:
             path.unlink(missing_ok=True)
 
 

@@ -517,15 +517,20 @@ def spelling(token: Any) -> str | None:
     return token if isinstance(token, str) else None
 
 
+NAMED_TOKENS = (  # the keys of tokenizer_config.json and special_tokens_map.json that add tokens
+    "added_tokens_decoder", "additional_special_tokens", "extra_special_tokens", "bos_token",
+    "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token",
+)  # fmt: skip
+
+
 def require_all_tokens(
     folder: Path, contents: tuple[dict[str, Any], ...], vocabulary: dict[str, int]
 ) -> None:
     """Raises UserError if transformers would add tokens that tokenizer.json lacks, from
     added_tokens.json or from the `contents` of other files."""
     found = [*read_json(folder / "added_tokens.json")]
-    keys = "added_tokens_decoder", "additional_special_tokens", "extra_special_tokens", "eos_token"
     for content in contents:
-        for tokens in (content.get(key) for key in keys):
+        for tokens in (content.get(key) for key in NAMED_TOKENS):
             if isinstance(tokens, dict) and "content" not in tokens:
                 tokens = [*tokens.values()]
             found += tokens if isinstance(tokens, list) else [tokens]
@@ -598,6 +603,7 @@ def write_hf_tokenizer(
         written.add_special_tokens(["<|endoftext|>"])
     settings = {k: v for k, v in pretrained_files.get("tokenizer_config", {}).items()
                 if k not in ("auto_map", "backend", "is_local", "processor_class")}  # fmt: skip
+    settings.pop("split_special_tokens", None)  # prompts are read with special tokens
     if isinstance(settings.get("extra_special_tokens"), list):  # transformers 4 rejects it
         settings["additional_special_tokens"] = settings.pop("extra_special_tokens")
     settings |= {
