@@ -386,26 +386,21 @@ def resolve_init_from(init_from: str, path: Path, process: Process) -> str:
     """Returns "resume" if torchrun has restarted the processes of a launch that has already saved
     `path`, else `init_from`. The first process decides for all. (With several machines torchrun
     does not count all restarts.)"""
-
-    def decide() -> str:
-        with contextlib.suppress(Exception):  # missing or damaged: not from this launch
-            require_file(path)
-            if load_plain(path)["launch"] == distributed.launch_id():
-                return "resume"
-        return init_from
-
     one = process.world_size == 1 or distributed.on_one_machine()
     if one and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
         return init_from
-    return distributed.on_rank0_first(process, decide)
+    return distributed.on_rank0_first(
+        process,
+        lambda: "resume" if peek(path, "launch") == distributed.launch_id() else init_from,
+    )
 
 
-def iteration_of(path: Path) -> int:
-    """The iteration at which `path` was written; -1 if it is missing or cannot be read."""
+def peek(path: Path, key: str, default: Any = None) -> Any:
+    """An entry of the checkpoint `path`, which is not checked; `default` if it cannot be read."""
     with contextlib.suppress(Exception):
         require_file(path)
-        return load_plain(path)["iter_num"]
-    return -1
+        return load_plain(path)[key]
+    return default
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -712,8 +707,7 @@ def resume(
     """
     saved, model_config = load(path, EVERYTHING), asked.settings()
     was = architecture(saved, type(asked), path).settings()
-    pretrained = saved["pretrained"]
-    if pretrained:
+    if saved["pretrained"]:
         model_config = was | {key: model_config[key] for key in ("block_size", "dropout")}
     check_same_model(
         was | {"tokenizer": saved["tokenizer"]}, model_config | {"tokenizer": data.tokenizer}, path
@@ -723,29 +717,25 @@ def resume(
         """The best loss so far, and the files in the folder that belong to another run."""
         print(f"resuming from {path} at iteration {saved['iter_num']}")
         stale_files = []
-        best = iteration_of(path.with_name("best.pt"))  # -1: missing
-        usable = 0 <= best <= saved["iter_num"]
+        best = peek(path.with_name("best.pt"), "iter_num", -1)
         if best < 0 and saved["best_val_loss"] < math.inf:
             print("note: best.pt is missing: the best loss so far is discarded")
-        if print_changes(saved, data, config, process.dtype) or not usable:
+        other_windows = print_changes(saved, data, config, process.dtype)
+        if other_windows or not 0 <= best <= saved["iter_num"]:
             stale_files.append("best.pt")
-        if iteration_of(path.with_name("before_decay.pt")) >= saved["iter_num"]:
+        if peek(path.with_name("before_decay.pt"), "iter_num", -1) >= saved["iter_num"]:
             stale_files.append("before_decay.pt")
         return math.inf if "best.pt" in stale_files else saved["best_val_loss"], stale_files
 
     best_val_loss, stale_files = distributed.on_rank0_first(process, decide)
+    same = ("pretrained", "iter_num", "sequences", "optimizer", "scaler", "average")
     return Start(
         model_config,
-        saved["model"],
-        pretrained,
-        saved["iter_num"],
-        best_val_loss,
-        saved["sequences"],
-        saved["optimizer"],
-        saved["scaler"],
-        tuple(stale_files),
-        path,
-        saved["average"],
+        weights=saved["model"],
+        best_val_loss=best_val_loss,
+        stale_files=tuple(stale_files),
+        source=path,
+        **{name: saved[name] for name in same},
     )
 
 

@@ -110,16 +110,15 @@ class Saving:
             self.rescue(error, trace)
         elif self.enabled:
             state = self.state()
+            iter_num = state["iter_num"]
+            finished = iter_num >= state["config"]["max_iters"]  # else stopped by a signal
             # only the first process looks: another machine may not have the file
-            other = self.process.master and checkpoint.iteration_of(self.path) != state["iter_num"]
-            stopped_early = state["iter_num"] < state["config"]["max_iters"]  # by a signal
+            other = self.process.master and checkpoint.peek(self.path, "iter_num") != iter_num
             if any_process(other) and not checkpoint.try_save(
-                self.path, state, self.process, self.say, read_back=not stopped_early
+                self.path, state, self.process, self.say, read_back=finished
             ):
                 stop(self.process)
-                raise SystemExit(
-                    f"error: could not save the checkpoint of iteration {state['iter_num']}"
-                )
+                raise SystemExit(f"error: could not save the checkpoint of iteration {iter_num}")
         if error is None:
             stop(self.process)
 
