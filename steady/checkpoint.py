@@ -20,7 +20,7 @@ import secrets
 import time
 import zipfile
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
 from itertools import islice
@@ -125,19 +125,16 @@ def save(
 
     Raises UserError for weights that are not finite, so that they never replace good ones.
     """
-    names, frozen = parameter_names(content.get("model"))
+    model = content.get("model")
     content = {"format": FORMAT, "launch": distributed.launch_id()} | as_saved(content)
-    saved = content.get("model") or {}  # your state_dict() may leave out weights, or rename all
-    names = [name for name in names if name in saved] or list(saved)
     require_plain(content, path)
     if not process.shards_model:
         if not process.master:
             return
         process = SINGLE_PROCESS
     several = process.world_size > 1 and not distributed.on_one_machine()  # machines
-    shards = distributed.local_shards([saved[name] for name in names])
-    weights = dict(zip(names, shards, strict=True))
-    distributed.all_or_none(process, lambda: check_finite(weights, path, frozen))
+    weights = content.get("model") or {}
+    distributed.all_or_none(process, lambda: check_finite(weights, path, model))
     records: dict[tuple, tuple[Tensor, Tensor]] = {}  # tensors, and stand-ins without data
     without_data = FakeTensorMode()
 
@@ -297,15 +294,6 @@ def times(a: int, b: int) -> int:
         product ^= b if a >> i & 1 else 0
         b = b >> 1 ^ (0xEDB88320 if b & 1 else 0)
     return product
-
-
-def parameter_names(model: nn.Module | dict[str, Tensor] | None) -> tuple[list[str], list[str]]:
-    """The names of a model's parameters, without its buffers, which may hold anything, and of the
-    frozen ones among them. For a state dict: all names."""
-    if isinstance(model, nn.Module):
-        parameters = dict(model.named_parameters())
-        return list(parameters), [n for n, p in parameters.items() if not p.requires_grad]
-    return list(model or ()), []
 
 
 def check_sums(path: Path, first: int = 0, step: int = 1) -> None:
@@ -613,13 +601,22 @@ def kind_of(value: Any) -> str:
 def check_finite(
     weights: dict[str, Tensor],
     path: Path,
-    frozen: Sequence[str] = (),
+    model: Any = None,
     problem: str = "values that are not finite",
 ) -> None:
-    """Raises UserError that names a tensor with NaN or infinite values; those named in `frozen` may
-    be infinite, as masks are. Checks the sum of each tensor, with one device sync."""
-    names = [n for n, w in weights.items() if isinstance(w, Tensor) and w.is_floating_point()]
-    sums = [weights[name].sum(dtype=torch.float32) for name in names]
+    """Raises UserError that names a tensor with NaN or infinite values. Checks the sum of each
+    tensor, with one device sync.
+
+    model: if it is a module, checks only its parameters: its buffers may hold anything. Frozen
+    parameters may be infinite, as masks are.
+    """
+    parameters = dict(model.named_parameters()) if isinstance(model, nn.Module) else {}
+    # your state_dict() may leave out parameters, or rename all
+    names = [name for name in parameters if name in weights] or weights
+    names = [n for n in names if isinstance(weights[n], Tensor) and weights[n].is_floating_point()]
+    frozen = [name for name in names if name in parameters and not parameters[name].requires_grad]
+    shards = distributed.local_shards([weights[name] for name in names])
+    sums = [shard.sum(dtype=torch.float32) for shard in shards]
     for name, value in zip(names, torch.stack(sums).tolist() if sums else [], strict=True):
         if not math.isfinite(value) and (math.isnan(value) or name not in frozen):
             raise UserError(f"{path}: {name} has {problem}")
@@ -643,8 +640,7 @@ def load_weights(
     for name, tensor in tensors.items():
         own[name] = distributed.local_shards([tensor])[0]
         own[name].copy_(distributed.local_rows(weights[name], tensor))
-    names, frozen = parameter_names(model)
-    check_finite({name: own[name] for name in names if name in own}, path, frozen)
+    check_finite(own, path, model)
 
 
 def find(out_dir: Path, name: str = "") -> Path:
