@@ -473,7 +473,7 @@ def check_metadata(metadata: Any, source: str) -> None:
 def other_checkpoints(path: Path) -> str:
     """The end of an error message about `path`: the other checkpoints of the run's folder."""
     others = [path.with_name(name) for name in ("ckpt.pt", "before_decay.pt", "best.pt")]
-    others += [folder / "ckpt.pt" for folder in archives(path.parent)]
+    others += [folder / "ckpt.pt" for folder in archives(path.parent).values()]
     found = [str(other) for other in others if other != path and other.exists()]
     return f"; other checkpoints are {', '.join(found)}" if found else ""
 

@@ -130,10 +130,9 @@ def hold_lock(out_dir: Path) -> None:
         return
     only_unlocked = is_same_file(out_dir, opened) and not (out_dir / ".lock").exists()
     claim(out_dir)
-    if only_unlocked:
-        return
-    print(f"note: {out_dir} was moved or removed during this run: continuing in a new folder")
-    archive_previous_run(out_dir)
+    if not only_unlocked:
+        print(f"note: {out_dir} was moved or removed during this run: continuing in a new folder")
+        archive_previous_run(out_dir)
 
 
 def is_same_file(path: Path, opened: int) -> bool:
@@ -147,38 +146,35 @@ def archive_previous_run(out_dir: Path, names: Sequence[str] = FILES) -> None:
     """Move an earlier run's files to a new folder in `out_dir`: `previous`, or if that exists
     `previous-2`, and so on. Keeps only the last KEPT_ARCHIVES archives, preferably those with a
     checkpoint."""
-    found = [out_dir / name for name in names]
-    found = [path for path in found if path.exists()]
-    if found:
-        before = archives(out_dir)
-        n = int(before[-1].name.partition("-")[2] or 1) + 1 if before else 1
-        while os.path.lexists(aside := out_dir / (f"previous-{n}" if n > 1 else "previous")):
-            n += 1
-        aside.mkdir()
-        (aside / MARK).touch()
-        for path in found:
-            os.replace(path, aside / path.name)
-        # remove those without a checkpoint first: runs started by mistake
-        ours = [path for path in archives(out_dir) if (path / MARK).is_file()]
-        kept = sorted(ours, key=lambda path: any(path.glob("*.pt")))
-        for old in kept[:-KEPT_ARCHIVES]:
-            with contextlib.suppress(OSError):  # another user's, or it has other files
-                for name in (*FILES, MARK):
-                    (old / name).unlink(missing_ok=True)
-                print(f"note: removed {old}: at most {KEPT_ARCHIVES} previous runs are kept")
-                old.rmdir()
-        names = ", ".join(path.name for path in found)
-        print(f"note: moved {names} to {aside}: this run does not continue from there")
+    found = [out_dir / name for name in names if (out_dir / name).exists()]
+    if not found:
+        return
+    n = max(archives(out_dir), default=0) + 1
+    aside = out_dir / (f"previous-{n}" if n > 1 else "previous")
+    aside.mkdir()
+    (aside / MARK).touch()
+    for path in found:
+        os.replace(path, aside / path.name)
+    # remove those without a checkpoint first: runs started by mistake
+    ours = [p for p in archives(out_dir).values() if (p / MARK).is_file() and not p.is_symlink()]
+    kept = sorted(ours, key=lambda path: any(path.glob("*.pt")))
+    for old in kept[:-KEPT_ARCHIVES]:
+        with contextlib.suppress(OSError):  # another user's, or it has other files
+            for name in (*FILES, MARK):
+                (old / name).unlink(missing_ok=True)
+            print(f"note: removed {old}: at most {KEPT_ARCHIVES} previous runs are kept")
+            old.rmdir()
+    names = ", ".join(path.name for path in found)
+    print(f"note: moved {names} to {aside}: this run does not continue from there")
 
 
-def archives(out_dir: Path) -> list[Path]:
-    """The folders that `archive_previous_run` has made, oldest first."""
-    found = {
-        int(match[1] or 1): path
-        for path in out_dir.glob("previous*")
-        if (match := re.fullmatch(r"previous(?:-(\d+))?", path.name)) and not path.is_symlink()
-    }
-    return [found[n] for n in sorted(found)]
+def archives(out_dir: Path) -> dict[int, Path]:
+    """The folders that `archive_previous_run` has made, by number, oldest first."""
+    found = {}
+    for path in out_dir.glob("previous*"):
+        if match := re.fullmatch(r"previous(?:-(\d+))?", path.name):
+            found[int(match[1] or 1)] = path
+    return dict(sorted(found.items()))
 
 
 @contextlib.contextmanager
