@@ -80,6 +80,7 @@ RANGES = (
 
 
 ARITHMETIC = {f.__name__: f for f in (abs, float, int, max, min, round, str)}  # for defaults
+NUMBERS = {int: numbers.Integral, float: numbers.Real}  # what may become one (NumPy's, too)
 PATHS = ("out_dir", "dataset", "init_from", "to", "input", "out", "data")  # may begin with ~/
 
 
@@ -336,17 +337,13 @@ def parse(text: str, kind: type) -> Any:
 
 
 def check(setting: Setting, value: Any, where: str) -> Any:
-    """Return `value` if it has the setting's type. An int becomes a float if needed."""
+    """Return `value` if it has the setting's type, or is a number that can become one."""
     kind = type(setting.default)
     if type(value) is kind:
         return value
-    number = isinstance(value, numbers.Real) and not isinstance(value, bool)  # or numpy's
-    if number and not isinstance(value, numbers.Integral):
-        value = float(value)
-    if kind is float and number and not abs(value) >= 2**1023:
-        return float(value)
-    if kind is int and number and isinstance(value, numbers.Integral):
-        return int(value)
+    if isinstance(value, NUMBERS.get(kind, ())) and not isinstance(value, bool):
+        with contextlib.suppress(OverflowError):  # an integer that is too large for a float
+            return kind(value)
     raise UserError(
         f"{where} takes a value of type {kind.__name__}, not {shown(value)}{chosen(value)}"
     )
