@@ -101,7 +101,10 @@ def read_settings(script: str | Path) -> dict[str, Setting]:
     """
     source = Path(script).read_text(encoding="utf-8")
     lines, settings, section = source.splitlines(), {}, ""
-    for node in takewhile(lambda node: not calls_configure(node), ast.parse(source).body):
+    for node in ast.parse(source).body:
+        called = getattr(getattr(node, "value", None), "func", None)
+        if getattr(called, "id", "") == "configure":
+            break
         if not isinstance(node, ast.Assign | ast.AnnAssign):
             continue
         target = node.targets[0] if isinstance(node, ast.Assign) else node.target
@@ -122,11 +125,6 @@ def read_settings(script: str | Path) -> dict[str, Setting]:
         comment = lines[node.end_lineno - 1].encode()[node.end_col_offset :].decode()
         settings[name] = Setting(name, default, comment.lstrip("# "), section)
     return settings
-
-
-def calls_configure(node: ast.stmt) -> bool:
-    called = getattr(getattr(node, "value", None), "func", None)
-    return getattr(called, "id", "") == "configure"
 
 
 def configure(
