@@ -34,8 +34,7 @@ class RunLog:
         output.survive_closed_streams()
         self.path, self.quiet = out_dir / "metrics.jsonl", quiet
         self.keeps_metrics = not (quiet or config["eval_only"])
-        # whether entries were lost so far, and whether the last line may be incomplete
-        self.missed_metrics = self.cut_short = False
+        self.lost = False  # whether the last entry could not be written, or only a part of it
         self.began, self.process = time.monotonic(), SINGLE_PROCESS
         if self.keeps_metrics:
             # a run evaluates at its end; extending it repeats that evaluation only if one is due
@@ -190,12 +189,12 @@ class RunLog:
             try:
                 hold_lock(self.path.parent)
                 with open(self.path, "a", encoding="utf-8") as file:
-                    file.write("\n" * self.cut_short + json.dumps(entry) + "\n")
-                self.cut_short = False
+                    file.write("\n" * self.lost + json.dumps(entry) + "\n")
+                self.lost = False
             except (OSError, UserError) as error:  # such as a full disk: no reason to stop
-                if not self.missed_metrics:
+                if not self.lost:
                     self.line(f"warning: {self.path} is incomplete: {error}")
-                self.missed_metrics = self.cut_short = True
+                self.lost = True
         if self.wandb is not None:
             try:
                 self.wandb.log(entry, step=entry["iter"])
