@@ -79,13 +79,13 @@ def claim(out_dir: Path) -> None:
             raise OSError(errno.ENOLCK, "this system has no file locks")
         fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
+        holder = os.read(lock, 200).decode("utf-8", "replace") or "unknown"
+        os.close(lock)  # a run may try again at every step, and Windows cannot delete an open file
         if error.errno in (errno.EACCES, errno.EAGAIN):
-            holder = os.read(lock, 200).decode("utf-8", "replace") or "unknown"
             raise UserError(
                 f"another process is writing to {out_dir} ({holder}): stop it first, or use "
                 "another folder"
             ) from None
-        os.close(lock)  # Windows cannot delete an open file
         print(f"note: {out_dir} cannot be locked ({error.strerror}): avoid a second run there")
         return
     held[out_dir] = lock, os.open(out_dir, os.O_RDONLY)

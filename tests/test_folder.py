@@ -77,6 +77,19 @@ def test_f45_a_folder_whose_lock_was_removed_keeps_its_files(tmp_path, capsys):
     assert "another process is writing to" in again.stderr
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="lists the open files of Linux")
+def test_f45_a_run_whose_folder_another_took_over_keeps_no_files_open(tmp_path, other_run):
+    """It tries to claim the folder again before every line of metrics.jsonl."""
+    folder.claim(tmp_path)
+    (tmp_path / ".lock").unlink()
+    other_run(tmp_path)
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(9):
+        with pytest.raises(ValueError, match="another process is writing"):
+            folder.hold_lock(tmp_path)
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
 def test_f45_what_another_run_left_in_an_unlocked_folder_is_archived(tmp_path, other_run):
     folder.claim(tmp_path)
     (tmp_path / ".lock").unlink()
