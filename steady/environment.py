@@ -45,14 +45,13 @@ def compile_obstacle(device: torch.device) -> str | None:
         problem = provide_libcuda()
         if problem:
             return problem
-    variable, compilers = "CC", ("cc", "gcc", "clang")  # as torch looks for them
+    language, variable, compilers = "C", "CC", ("cc", "gcc", "clang")  # as torch looks for them
     if device.type == "cpu":
-        variable, compilers = "CXX", ("g++", "clang++")
+        language, variable, compilers = "C++", "CXX", ("g++", "clang++")
     chosen = os.environ.get(variable)
     if chosen and not shutil.which(chosen):
         return f"{variable}={chosen} is not an executable (it must be one word; unset it)"
     if not chosen and not any(map(shutil.which, compilers)):
-        language = "C++" if variable == "CXX" else "C"
         names = ", ".join(compilers)
         return f"no {language} compiler on PATH ({names}): apt install build-essential"
     if not Path(sysconfig.get_path("include"), "Python.h").exists():  # compiled kernels include it
