@@ -630,7 +630,7 @@ def load_weights(
     UserError if they are another model's or not finite. strict: False keeps the initial values of
     tensors that the file lacks."""
     distributed.own_memory(p for p in model.parameters() if 0 in p.stride())  # expanded
-    own, state = {}, model.state_dict()
+    state = model.state_dict()
     if not strict:
         state = {name: value for name, value in state.items() if name in weights}
     check_weights(weights, state, f"{path} does not fit {MODEL} in")
@@ -638,9 +638,8 @@ def load_weights(
     tensors = {name: value for name, value in state.items() if not name.endswith(extra)}
     model.load_state_dict({n: weights[n] for n in state.keys() - tensors.keys()}, strict=False)
     for name, tensor in tensors.items():
-        own[name] = distributed.local_shards([tensor])[0]
-        own[name].copy_(distributed.local_rows(weights[name], tensor))
-    check_finite(own, path, model)
+        distributed.local_shards([tensor])[0].copy_(distributed.local_rows(weights[name], tensor))
+    check_finite(tensors, path, model)
 
 
 def find(out_dir: Path, name: str = "") -> Path:
