@@ -46,9 +46,6 @@ CHOICES = {
     "backend": ("auto", "nccl", "gloo"),
     "optimizer": ("adamw", "muon"),
     "lr_schedule": ("cosine", "wsd"),
-    "size": ("tiny", "30m", "124m", "350m"),  # dev/peers.py
-    "x": ("iter", "tokens", "time"),  # plot.py
-    "y": ("loss", "bpb"),  # plot.py
 }
 RANGES = (
     # upper limits: beyond them something overflows, or takes longer than anybody waits
@@ -79,6 +76,7 @@ RANGES = (
 )  # fmt: skip
 
 
+PLAIN = bool | int | float | str | list | tuple | dict  # types of settings; and None
 ARITHMETIC = {f.__name__: f for f in (abs, float, int, max, min, round, str)}  # for defaults
 NUMBERS = {int: numbers.Integral, float: numbers.Real}  # what may become one (NumPy's, too)
 PATHS = ("out_dir", "dataset", "init_from", "to", "input", "out", "data")  # may begin with ~/
@@ -117,7 +115,7 @@ def read_settings(script: str | Path) -> dict[str, Setting]:
             default = eval(code, {"__builtins__": ARITHMETIC} | earlier)
         except Exception:
             continue
-        if type(default) not in (bool, int, float, str, list, tuple, dict, type(None)):
+        if not isinstance(default, PLAIN | None):
             continue
         above = takewhile(lambda line: line.startswith("#"), reversed(lines[: node.lineno - 1]))
         for line in above:  # the first line of a comment block names the section
@@ -165,6 +163,10 @@ def configure(
         about = (namespace.get("__doc__") or "").partition("\n\n")[0]
         print(describe(settings, sys.argv[0], positional, about))
         raise SystemExit(0)
+    for flag in flags_given():
+        name = flag.removeprefix("--")
+        if name not in settings and isinstance(namespace.get(name), PLAIN):
+            raise UserError(f"{flag} is no setting, because its default is not a plain value")
     ignores = read_settings(HERE / ignored) if ignored else {}
     config = resolve(settings, sys.argv[1:], ignores, config_files=bool(positional))
     for name in PATHS:  # shells do not expand --key=~/FOLDER
@@ -327,7 +329,7 @@ def parse(text: str, kind: type) -> Any:
     if kind is int and re.fullmatch(r"\d{1,9}e\d", text):
         return int(float(text))
     try:
-        if kind in (list, tuple):
+        if kind in (list, tuple, type(None)):
             return ast.literal_eval(text)
         return kind(text) if kind in (int, float) else text
     except (ValueError, SyntaxError, TypeError):
@@ -337,7 +339,7 @@ def parse(text: str, kind: type) -> Any:
 def check(setting: Setting, value: Any, where: str) -> Any:
     """Return `value` if it has the setting's type, or is a number that can become one."""
     kind = type(setting.default)
-    if type(value) is kind:
+    if type(value) is kind or setting.default is None:
         return value
     if isinstance(value, NUMBERS.get(kind, ())) and not isinstance(value, bool):
         with contextlib.suppress(OverflowError):  # an integer that is too large for a float

@@ -277,7 +277,9 @@ def holds_another_model(folder: Path) -> bool:
     """Whether `folder` has a model or tokenizer other than an earlier export."""
     from safetensors import SafetensorError, safe_open
 
-    if not any(path.suffix in (".safetensors", ".json", ".jinja") for path in folder.glob("*")):
+    if not any(
+        path.suffix in (".safetensors", ".json", ".jinja", ".model") for path in folder.glob("*")
+    ):
         return False
     try:
         with safe_open(folder / "model.safetensors", "pt") as file:

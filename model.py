@@ -238,7 +238,7 @@ class GPT(nn.Module):
         super().__init__()
         self.config = config
         random_state = torch.get_rng_state()
-        with torchs_initial_weights() as self.unset:  # init_weights redraws only these
+        with torchs_initial_weights() as self.unset:  # init_weights redraws only layers made here
             self.token_embedding = nn.Embedding(config.vocab_size, config.n_embd)
             self.dropout = nn.Dropout(config.dropout)
             self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layer))
@@ -293,8 +293,12 @@ class GPT(nn.Module):
 
     def _apply(self, function, recurse=True):
         """Called by `.to()`, `.cuda()`, `.bfloat16()` and so on; keeps the tables in float32."""
+        tables = self.rope_cos, self.rope_sin
         super()._apply(function, recurse)
-        self.compute_rope_tables()
+        if tables[0].is_meta:
+            self.compute_rope_tables()
+        elif not isinstance(self.rope_cos, nn.Parameter):  # you may train them
+            self.rope_cos, self.rope_sin = (table.to(self.rope_cos.device) for table in tables)
         return self
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None, cache: Any = None) -> Tensor:
@@ -319,8 +323,8 @@ class GPT(nn.Module):
             x = block(x, rope, None if cache is None else cache.layer(i))  # (B, T, C)
         x = self.final_norm(x)
         if targets is not None:
-            x, head = x.flatten(0, 1), self.lm_head  # (B * T, C)
-            return self.cross_entropy(x, head.weight, targets, head.bias)
+            x = x.flatten(0, 1)  # (B * T, C)
+            return self.cross_entropy(x, self.lm_head, targets)
         return self.lm_head(x if cache is None else x[:, -1:])
 
     def num_params(self) -> int:

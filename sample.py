@@ -57,7 +57,8 @@ autocast = torch.autocast(device.type, dtype if dtype != torch.float32 else torc
 # model.to(device, dtype) would drop the imaginary part of complex buffers
 model._apply(lambda t: t.to(device, dtype if t.is_floating_point() and not mixed else t.dtype))
 model.eval()
-hardware.use_onednn(device, dtype, model.config.n_embd, model.config.block_size)
+width = getattr(model.config, "n_embd", 0)  # you may have renamed it
+hardware.use_onednn(device, dtype, width, model.config.block_size)
 tokenizer = checkpoint.tokenizer_of(saved, path)
 
 if start.startswith("FILE:"):

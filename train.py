@@ -16,7 +16,7 @@ steady.start_script()  # must come before torch: sets up CUDA's allocator, Ctrl-
 
 import time
 from collections.abc import Iterable
-from itertools import islice, takewhile
+from itertools import takewhile
 from pathlib import Path
 
 import torch
@@ -93,6 +93,8 @@ parallel = "ddp"  # multi-GPU: ddp, or fsdp to shard a model too large for one G
 backend = "auto"  # for torch.distributed: auto, nccl, gloo
 
 config = configure(globals())
+# code that computes settings from others belongs here; all functions see its results
+config |= {name: globals()[name] for name in config}
 
 # -----------------------------------------------------------------------------
 # this process: rank, device, dtype, how to compile
@@ -200,7 +202,9 @@ def evaluate(model: torch.nn.Module, batches: Iterable) -> torch.Tensor:
     model.eval()
     for tokens, targets, weight in batches:
         with autocast:
-            total += weight * model(tokens, targets)
+            loss = weight * model(tokens, targets)
+        if weight:  # 0: only padding, for which other losses than ours may be NaN
+            total += loss
     reshard(raw_model)  # with fsdp: drop gathered weights, as a backward pass does
     model.train()
     return total
@@ -318,15 +322,14 @@ with saving:  # from here on a signal ends the run after its step; before, at on
         # a resume gets the same dropout (integers have the same hash in every process)
         torch.manual_seed(hash((seed, iter_num, process.rank)))
         halve = iter_num < short_iters  # with short_sequences
-        loss = forward_backward(model, islice(micro_batches, micro_steps), halve)
-        distributed.sum_gradients(process, raw_model)  # also broadcasts rank 0's buffers
+        step_batches = (next(micro_batches) for _ in range(micro_steps))
+        loss = forward_backward(model, step_batches, halve)
+        distributed.sum_gradients(process, raw_model, opt)  # also broadcasts rank 0's buffers
         torch.manual_seed(hash((seed, iter_num)))  # random numbers below: the same on all ranks
 
         # ---- clip and step ----------------------------------------------------
         scaler.unscale_(opt)
-        # our optimizers clip inside opt.step (.grad stays as it is), which does nothing if the norm
-        # is inf or NaN
-        grad_norm = optim.clip_gradients(opt, grad_clip)
+        grad_norm = optim.clip_gradients(opt, grad_clip)  # inf or NaN: opt.step changes nothing
         skipped = saving.count_skipped(grad_norm)  # steps in a row without a finite norm
         stopping = stop_request.stop_requested()
         log_due = stopping or iter_num % log_interval == 0 or iter_num + 1 == max_iters

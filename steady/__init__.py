@@ -7,7 +7,6 @@ import contextlib
 import gc
 import os
 import signal
-import sys
 import warnings
 from importlib import metadata
 
@@ -50,6 +49,8 @@ def start_script() -> None:
             raise SystemExit(f"error: torch {version} is too old: pip install -U 'torch>=2.11'")
     if not any(name in os.environ for name in ALLOCATOR_VARIABLES):
         os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
+    from steady.output import open_closed_streams  # which imports this module
+
     open_closed_streams()
     # Importing torch and compiling create millions of long-lived objects. Python's default, garbage
     # collection after every 700 new ones, takes a quarter of that time.
@@ -57,12 +58,3 @@ def start_script() -> None:
     warnings.simplefilter("ignore", FutureWarning)  # torch's warnings about its own code
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-
-
-def open_closed_streams() -> None:
-    """Point closed standard streams (`>&-`) at the null device. Otherwise the next file that is
-    opened, such as a checkpoint, becomes descriptor 1 and receives all that libraries print."""
-    for number, name in enumerate(("stdin", "stdout", "stderr")):
-        if getattr(sys, name) is None:  # Python found it closed
-            os.open(os.devnull, os.O_RDWR)  # takes the lowest free number: this one
-            setattr(sys, name, open(number, "r+", encoding="utf-8", closefd=False))

@@ -190,8 +190,10 @@ def float32_gradients() -> Callable[[torch.fx.Graph], None]:
 
 def allow_dynamic(plan: Plan) -> None:
     """Call after the trial step. Sizes and numbers that vary from now on (an expert's tokens, a
-    number that decays) are compiled once for all values. A CUDA graph has only one shape."""
+    number that decays, a counter) are compiled once for all values. A CUDA graph has only one
+    shape."""
     torch._dynamo.config.automatic_dynamic_shapes = not plan.cuda_graphs
+    torch._dynamo.config.allow_unspec_int_on_nn_module = not plan.cuda_graphs
 
 
 def compiled_parts(model: nn.Module) -> list[nn.Module]:

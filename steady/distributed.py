@@ -366,9 +366,12 @@ def persistent_buffers(model: nn.Module) -> Iterator[Tensor]:
 
 
 @torch.no_grad()
-def sum_gradients(process: Process, model: nn.Module) -> None:
-    """With ddp, replace the gradients by their sums over all processes, in one all-reduce. They
-    stay in the same tensors, as CUDA graphs need. With ddp and fsdp, all processes also get rank
+def sum_gradients(
+    process: Process, model: nn.Module, optimizer: torch.optim.Optimizer | None = None
+) -> None:
+    """With ddp, replace the gradients by their sums over all processes, in one all-reduce: those of
+    the model and of what else the optimizer trains. They stay in the same tensors, as CUDA graphs
+    need. With ddp and fsdp, all processes also get rank
     0's buffers (running statistics, for example), as in DistributedDataParallel.
 
     A parameter's gradient stays None if no process has one, so that the optimizer skips it.
@@ -379,7 +382,9 @@ def sum_gradients(process: Process, model: nn.Module) -> None:
         broadcast(buffer)
     if not process.sums_gradients:
         return
-    parameters = [p for p in model.parameters() if p.requires_grad]
+    groups = optimizer.param_groups if optimizer else []
+    found = dict.fromkeys([*model.parameters(), *(p for group in groups for p in group["params"])])
+    parameters = [p for p in found if p.requires_grad]
     present = all_reduce_sum(torch.tensor([float(p.grad is not None) for p in parameters]))
     used = [p for p, count in zip(parameters, present.tolist(), strict=True) if count]
     if not used:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from steady import UserError
 from steady.distributed import Process
-from steady.kernels import runs_kernels, tl, triton
+from steady.kernels import kernels_work, tl, triton
 from steady.recompute import repeated_blocks
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -137,7 +137,7 @@ def product(
 
 def cast_and_transpose(grad: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
     """A gradient (rows, columns) divided by `scale`, in e5m2, and its transpose (columns, rows)."""
-    if not runs_kernels(grad):
+    if not (grad.is_cuda and kernels_work()):
         grad8 = cast(grad, scale, E5M2)
         return grad8, grad8.T.contiguous()
     rows, columns = grad.shape

@@ -42,7 +42,7 @@ class KVCache:
         # an edited model may lack these: then all heads have keys, or there is no attention
         heads, layers = getattr(config, "n_head", 0), getattr(config, "n_layer", 0)
         key_heads = getattr(config, "n_kv_head", heads)
-        head_dim = getattr(config, "head_dim", 0) or config.n_embd // max(1, heads)
+        head_dim = getattr(config, "head_dim", 0) or getattr(config, "n_embd", 0) // max(1, heads)
         length = math.ceil(length / 16) * 16  # attention copies masks of other widths
         shape = (batch_size, key_heads, length, head_dim)
         self.position = torch.zeros((), device=device, dtype=torch.int64)  # tokens held

@@ -153,10 +153,13 @@ def cgroup_limits(root: Path = Path("/")) -> list[int]:
     return found
 
 
-def to_host_async(*scalars: Tensor) -> Callable[[], list[float]]:
+def to_host_async(*scalars: Tensor | float) -> Callable[[], list[float]]:
     """Start copying scalars from the device and return a function that gives their values. It waits
-    for the kernels that compute them, but not for kernels launched later."""
-    numbers = torch.stack(scalars)
+    for the kernels that compute them, but not for kernels launched later. (Some may be numbers, or
+    DTensors from torch's own functions.)"""
+    device = next((s.device for s in scalars if isinstance(s, Tensor)), None)
+    whole = (getattr(s, "full_tensor", lambda s=s: s)() for s in scalars)
+    numbers = torch.stack([torch.as_tensor(s, device=device) for s in whole])
     if not numbers.is_cuda:
         return numbers.tolist
     copied, done = numbers.to("cpu", non_blocking=True), torch.cuda.Event()

@@ -6,7 +6,6 @@ Triton compiles a launcher in C. Without a compiler plain torch takes more time 
 import functools
 
 import torch
-from torch import Tensor
 
 try:
     import triton
@@ -23,11 +22,6 @@ def kernels_work() -> bool:
 # Same as torch.compiler.assume_constant_result, but without importing the compiler: torch.compile
 # calls the function instead of tracing it.
 kernels_work._dynamo_marked_constant = True
-
-
-def runs_kernels(tensor: Tensor) -> bool:
-    """Whether Triton kernels run on the device of `tensor`."""
-    return tensor.is_cuda and kernels_work()
 
 
 @functools.cache

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from steady.kernels import runs_kernels, tl, triton
+from steady.kernels import kernels_work, tl, triton
 
 CHUNK_ELEMENTS = 2**28  # logits held at a time: 512 MiB in bfloat16
 
@@ -70,14 +70,22 @@ def linear_cross_entropy(
 
 
 class LinearCrossEntropy(nn.Module):
-    """`linear_cross_entropy` as a layer, so that it is compiled like the model's other layers."""
+    """The mean of `cross_entropy(head(hidden), targets)` as a layer, so that it is compiled like
+    the model's other layers. Only a plain nn.Linear saves the memory of the logits."""
 
     share: Tensor | float = 0.0  # optim.set_second_target changes it
 
-    def forward(
-        self, hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None = None
-    ) -> Tensor:
-        return linear_cross_entropy(hidden, weight, targets, bias=bias, share=self.share)
+    def forward(self, hidden: Tensor, head: nn.Module, targets: Tensor) -> Tensor:
+        hooks = "_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks"
+        edited = "forward" in vars(head) or any(getattr(head, name) for name in hooks)
+        if type(head).forward is nn.Linear.forward and not edited:
+            return linear_cross_entropy(
+                hidden, head.weight, targets, bias=head.bias, share=self.share
+            )
+        if isinstance(self.share, Tensor):
+            raise ValueError("second_target needs a plain nn.Linear as the head")
+        targets = targets.flatten()
+        return _losses(_log_softmax(head(hidden)), targets).sum() / _count(targets)
 
 
 def _log_softmax(logits: Tensor) -> Tensor:
@@ -102,7 +110,7 @@ def losses_and_gradient(
 ) -> tuple[Tensor, Tensor]:
     """The loss of each row of logits (n, V), and its gradient with respect to the logits, which may
     overwrite them: softmax - (1 - share) one_hot(target) - share one_hot(second)."""
-    if runs_kernels(logits) and logits.dtype != torch.float64:
+    if logits.is_cuda and kernels_work() and logits.dtype != torch.float64:
         losses = torch.empty(logits.shape[0], device=logits.device, dtype=torch.float32)
         block = min(8192, triton.next_power_of_2(logits.shape[1]))
         _cross_entropy_kernel[(logits.shape[0],)](

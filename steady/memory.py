@@ -11,6 +11,7 @@ import math
 import re
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 from torch import nn
@@ -168,10 +169,19 @@ def fit(
 @contextlib.contextmanager
 def undone(model: nn.Module, optimizer: Any, plan: Plan) -> Iterator[None]:
     """At the end of the `with` block, undo the trial step in it: drop the gradients, and give the
-    buffers their earlier values."""
+    buffers their earlier values. In the block, the optimizer's step does nothing. Prints a note if
+    parameters changed nevertheless."""
     before = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
+    versions = {name: p._version for name, p in model.named_parameters()}  # in-place changes
     try:
-        yield
+        with mock.patch.object(optimizer, "step", lambda *_, **__: None):
+            yield
+        changed = [n for n, p in model.named_parameters() if versions.get(n, 0) != p._version]
+        if changed:
+            print(
+                f"note: the trial step, on a batch of zeros, has changed {', '.join(changed[:5])}: "
+                "only changes of buffers are undone before training"
+            )
     finally:
         for holder in (optimizer, model):  # the model too: the optimizer may lack some parameters
             holder.zero_grad(set_to_none=not plan.cuda_graphs)

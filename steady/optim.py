@@ -27,39 +27,27 @@ MUON_ELEMENTS = 2**26  # matrix elements per batched update: limits its memory
 # dynamics of diffusion models"). It is updated every 8 iterations. AVERAGE_SHARE: its share in the
 # blend.
 AVERAGE_POWER, AVERAGE_INTERVAL, AVERAGE_SHARE = 8, 8, 0.6
-IGNORE_SCALE = ("mps",)  # devices whose fused AdamW ignores grad_scale and found_inf
+IGNORE_FOUND_INF = ("mps",)  # devices whose fused AdamW ignores found_inf
 
 
 class AdamW(torch.optim.AdamW):
-    """torch's fused AdamW, which divides gradients by the clipping factor as it reads them.
+    """torch's fused AdamW. It can skip an update without waiting for the device.
 
     It updates sharded parameters (FSDP2) through this process's shards, as plain tensors, since
     every DTensor costs the host time.
     """
 
-    def clip(self, divisor: Tensor, found_inf: Tensor, clipped: list[nn.Parameter]) -> None:
-        """Divide the gradients by `divisor` in the next step, or skip the update if found_inf is
-        1.0. (torch.amp.GradScaler uses the same attributes, and multiplies its scale into ours.)
-        Neither affects other gradients: `step` and `zero_grad` forget them. `step` refuses changes
-        to the gradients of the parameters `clipped`."""
-        self.grad_scale, self.found_inf = divisor, found_inf
-        self.clipped = [(p, p.grad, version_of(p.grad)) for p in clipped]
+    def skip_if(self, found_inf: Tensor) -> None:
+        """Let the next step change nothing if `found_inf` (scalar, on the device) is 1.0.
+        (torch.amp.GradScaler uses the same attribute.) `zero_grad` cancels this."""
+        self.found_inf = found_inf
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         super().zero_grad(set_to_none)
-        for name in ("grad_scale", "found_inf", "clipped"):
-            vars(self).pop(name, None)
+        vars(self).pop("found_inf", None)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        for parameter, gradient, version in vars(self).pop("clipped", ()):
-            changed = parameter.grad is not gradient or version_of(gradient) != version
-            if changed and parameter.grad is not None:
-                raise RuntimeError(
-                    "a gradient has changed since clip_gradients, but opt.step() would divide the "
-                    "change by the clipping factor too: use torch.nn.utils.clip_grad_norm_, which "
-                    "clips .grad itself, in place of clip_gradients"
-                )
         # not super().step(), which may call step hooks again
         loss = inspect.unwrap(torch.optim.AdamW.step)(self, closure)
         for group in self.param_groups:
@@ -189,11 +177,6 @@ class Muon(AdamW):
             torch._foreach_copy_(mean_squares, mean_square.unbind())
             if buffer is not momenta[0]._base:  # it is a copy
                 torch._foreach_copy_(momenta, buffer.unbind())
-
-
-def version_of(tensor: Tensor) -> int:
-    """A number that in-place changes increase; 0 for tensors without it (of inference mode)."""
-    return 0 if tensor.is_inference() else tensor._version
 
 
 def stacked(tensors: list[Tensor]) -> Tensor:
@@ -463,29 +446,24 @@ class AveragedWeights:
 
 @torch.no_grad()
 def clip_gradients(optimizer: torch.optim.Optimizer, limit: float) -> Tensor:
-    """Clip the gradients to a norm of `limit` (0: no limit). If they are not finite, the next step
-    changes nothing. Returns the norm before clipping (scalar).
+    """Scale the gradients to a norm of at most `limit` (0: no limit). If they are not finite, the
+    next step changes nothing. Returns the norm before clipping (scalar).
 
-    Our optimizers do both while they read the gradients. For others, this function scales the
-    gradients, or removes them: optimizers skip parameters without a gradient.
+    Our optimizers skip such a step by themselves. For others, this function removes the gradients.
     """
     parameters = all_parameters(optimizer)
-    used = [p for p in parameters if p.grad is not None]
-    gradients = [p.grad for p in used]
+    gradients = [p.grad for p in parameters if p.grad is not None]
     if not gradients:
         return torch.zeros((), device=parameters[0].device)
     if any(gradient.is_sparse for gradient in gradients):
         raise UserError("sparse gradients cannot be clipped: use nn.Embedding(..., sparse=False)")
     grad_norm = total_norm(gradients)
-    divisor = (grad_norm / (limit or math.inf)).clamp(min=1.0)
+    if limit:
+        torch._foreach_mul_(local_shards(gradients), limit / grad_norm.clamp(min=limit))
     found_inf = (~grad_norm.isfinite()).float()
-    if isinstance(optimizer, AdamW) and grad_norm.device.type not in IGNORE_SCALE:
-        # float64 models need the cast
-        optimizer.clip(divisor.float(), found_inf, used if limit else [])
-        return grad_norm
-    for gradient in gradients:
-        gradient.div_(divisor)
-    if found_inf:  # waits for the device
+    if isinstance(optimizer, AdamW) and grad_norm.device.type not in IGNORE_FOUND_INF:
+        optimizer.skip_if(found_inf)
+    elif found_inf:  # waits for the device
         optimizer.zero_grad()
     return grad_norm
 

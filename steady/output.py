@@ -16,6 +16,15 @@ def shown(text: str, limit: int = 200) -> str:
     return visible(text if len(text) <= limit else f"{text[:limit]}...").replace("\n", "\\n")
 
 
+def open_closed_streams() -> None:
+    """Point closed standard streams (`>&-`) at the null device. Otherwise the next file that is
+    opened, such as a checkpoint, becomes descriptor 1 and receives all that libraries print."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:  # Python found it closed
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest free number: this one
+            setattr(sys, name, open(number, "r+", encoding="utf-8", closefd=False))
+
+
 def waiting(
     items: Iterable[Any] | None, total: float | None, what: str, quiet: bool = False, **options: Any
 ) -> Any:

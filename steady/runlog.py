@@ -197,7 +197,7 @@ class RunLog:
                 self.lost = True
         if self.wandb is not None:
             try:
-                self.wandb.log(entry, step=entry["iter"])
+                self.wandb.log(entry, step=entry.get("iter"))
             except Exception as error:
                 self.line(f"warning: wandb stopped logging ({type(error).__name__}: {error})")
                 self.wandb = None

@@ -122,10 +122,10 @@ class Saving:
         if error is None:
             stop(self.process)
 
-    def count_skipped(self, grad_norm: torch.Tensor) -> torch.Tensor:
+    def count_skipped(self, grad_norm: torch.Tensor | float) -> torch.Tensor:
         """The number of steps in a row whose gradients were not finite, this one included (scalar,
         on the device). Call it once per step."""
-        self.skipped = (self.skipped + 1) * ~grad_norm.isfinite()
+        self.skipped = (self.skipped + 1) * ~torch.as_tensor(grad_norm).isfinite()
         return self.skipped
 
     def require_finite(

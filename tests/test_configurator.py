@@ -35,6 +35,24 @@ def settings(tmp_path):
     return read_settings(path)
 
 
+def test_a_computed_default_is_named(tmp_path, monkeypatch):
+    """nanoGPT computes its default dtype."""
+    path = tmp_path / "script.py"
+    path.write_text('dtype = "bfloat16" if len("two") == 2 else "float16"\n' + SCRIPT)
+    monkeypatch.setattr(sys, "argv", [str(path), "--dtype=float32"])
+    namespace = {"__file__": str(path), "configure": configure}
+    with pytest.raises(ValueError, match="--dtype is no setting, because its default is not"):
+        exec(path.read_text(), namespace)
+
+
+@pytest.mark.parametrize(("text", "value"), [("8", 8), ("0.5", 0.5), ("full", "full"), ("", "")])
+def test_a_setting_without_a_default_takes_any_value(text, value):
+    settings = {"window": Setting("window", None, "", ""), "size": Setting("size", 3, "", "")}
+    config = resolve(settings, [f"--window={text}", "--size=4"])
+    assert config == {"window": value, "size": 4}
+    check_values(config)  # other scripts' choices do not count
+
+
 def test_settings_are_read_with_default_comment_and_section(settings):
     assert list(settings) == ["out_dir", "steps", "rate", "fast", "start"]
     assert settings["rate"].default == 6e-4

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+import types
 from pathlib import Path
 
 import forked
@@ -17,12 +18,13 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from model import GPT, GPTConfig
-from steady import checkpoint, compiling, distributed
+from steady import checkpoint, compiling, distributed, hardware
 from steady.dataloader import TokenFile, eval_batches
 from steady.distributed import Process, sum_gradients
 from steady.optim import AveragedWeights, build_optimizer, clip_gradients
 from steady.recompute import use_activation_checkpointing
 from steady.runlog import read_metrics
+from steady.stop import Saving
 
 # Five evaluation batches do not divide evenly between two processes.
 SETTINGS = [*TINY, "--gradient_accumulation_steps=4", "--eval_iters=5"]
@@ -410,6 +412,16 @@ def test_f12_f59_gradients_are_exchanged_as_one_flat_tensor_and_stay_in_place(mo
     assert all(p.grad is b for p, b in zip(parameters[::2], before[::2], strict=True))
 
 
+def test_f59_what_only_the_optimizer_knows_is_summed_too(monkeypatch):
+    """A layer outside of the model, in a group of its own: its copies drifted apart."""
+    monkeypatch.setattr(distributed, "all_reduce_sum", lambda tensor: tensor.mul_(2))
+    own, other = (torch.nn.Parameter(torch.ones(2)) for _ in range(2))
+    optimizer = torch.optim.SGD([own, other])
+    own.grad, other.grad = torch.ones(2), torch.full((2,), 3.0)
+    sum_gradients(Process(0, 0, 2), torch.nn.ParameterList([own]), optimizer)
+    assert own.grad.tolist() == [2, 2] and other.grad.tolist() == [6, 6]
+
+
 def test_f59_all_processes_get_the_first_ones_buffers(monkeypatch):
     sent = []
 
@@ -769,6 +781,17 @@ def test_clipping_and_stepping_divided_parameters_is_free_of_dtensors(divided):
     step = 1e-2 * gradient / (gradient.abs() + 1e-8)  # AdamW's first step
     torch.testing.assert_close(parameter.to_local(), before * (1 - 1e-3) - step)
     assert optimizer.state[parameter]["exp_avg"].to_local().abs().sum() > 0
+
+
+def test_torchs_own_clipping_works_with_divided_parameters(divided):
+    tokens = torch.zeros(1, 8, dtype=torch.int64)
+    divided(tokens, tokens).backward()
+    norm = torch.nn.utils.clip_grad_norm_(divided.parameters(), 1.0)
+    assert isinstance(norm, DTensor)
+    skipped = Saving.count_skipped(types.SimpleNamespace(skipped=0.0), norm)
+    numbers = hardware.to_host_async(torch.ones(()), norm, skipped)()
+    assert numbers[0] == 1.0 and numbers[1] > 0 and numbers[2] == 0.0
+    assert hardware.to_host_async(torch.ones(()), 0.5)() == [1.0, 0.5]
 
 
 LONG = ["--max_iters=100000", "--eval_interval=10", "--eval_iters=1"]

@@ -43,7 +43,7 @@ STREAMS = {
     "both into that pipe": "r, w = os.pipe(); os.dup2(w, 1); os.dup2(w, 2); os.close(r)",
     "a full disk": "os.dup2(os.open('/dev/full', os.O_WRONLY), 1)",
     "closed": "os.close(1); os.close(2); sys.stdout = sys.stderr = None; "
-    "from steady import open_closed_streams; open_closed_streams()",
+    "from steady.output import open_closed_streams; open_closed_streams()",
 }
 BEGIN = """
 import os, sys

@@ -226,7 +226,11 @@ def test_f82_no_other_file_has_the_name_of_a_lock(run, sums, tmp_path):
 # ---- F83: the user's own files ------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja"])
+@pytest.mark.parametrize(
+    "name",
+    ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "added_tokens.json",
+     "tokenizer.model"],
+)  # fmt: skip
 def test_f83_an_export_replaces_no_file_of_another(run, tmp_path, name):
     save(tmp_path / "out" / "best.pt", content())
     (tmp_path / "to").mkdir()

@@ -5,6 +5,7 @@ import weakref
 
 import pytest
 import torch
+from torch import nn
 from torch.nn import functional as F
 
 from model import GPT, GPTConfig, RMSNorm, apply_rope, rope_tables
@@ -194,6 +195,65 @@ def test_f18_tables_stay_float32_in_a_model_cast_to_bfloat16():
     cos, sin = rope_tables(torch.arange(16), 8, 1e4)
     assert torch.equal(model.rope_cos, cos) and torch.equal(model.rope_sin, sin)
     assert "rope_cos" not in model.state_dict()
+
+
+def test_tables_that_an_edit_changes_or_trains_keep_their_values():
+    """sample.py moves the model: its tables were computed anew, so it sampled from another one."""
+    model = tiny()
+    model.rope_cos[..., 2:] = 1.0  # rotates only some of the pairs
+    expected = model.rope_cos.clone()
+    model.to(torch.bfloat16).to(torch.float32)
+    assert torch.equal(model.rope_cos, expected)
+    model = tiny()
+    cos, sin = model.rope_cos, model.rope_sin
+    del model.rope_cos, model.rope_sin
+    model.rope_cos, model.rope_sin = nn.Parameter(cos), nn.Parameter(sin)
+    model.to(torch.float64).to(torch.float32)
+    assert torch.equal(model.rope_cos, cos) and isinstance(model.rope_cos, nn.Parameter)
+
+
+class HalvedHead(nn.Linear):
+    def forward(self, x):
+        return 0.5 * super().forward(x)
+
+
+def half_by_hook(model):
+    model.lm_head.register_forward_hook(lambda module, inputs, logits: 0.5 * logits)
+
+
+def half_by_forward(model):
+    forward = model.lm_head.forward
+    model.lm_head.forward = lambda x: 0.5 * forward(x)
+
+
+def half_by_class(model):
+    head = model.lm_head
+    model.lm_head = HalvedHead(head.in_features, head.out_features, bias=False)
+    model.lm_head.weight = head.weight
+
+
+def half_in_parts(model):
+    half_by_class(model)
+    model.lm_head = nn.Sequential(model.lm_head, nn.Identity())
+
+
+@pytest.mark.parametrize("edit", [half_by_hook, half_by_forward, half_by_class, half_in_parts])
+def test_the_loss_is_that_of_any_head(edit):
+    """The loss read the head's weight itself, whatever the head computes."""
+    model = tiny()
+    edit(model)
+    tokens, targets = tokens_for(model), tokens_for(model)
+    targets[0, :3] = -1
+    weight = model.token_embedding.weight
+    logits = model(tokens).flatten(0, 1)
+    expected = F.cross_entropy(logits, targets.flatten(), ignore_index=-1)
+    gradient = torch.autograd.grad(expected, weight)[0]
+    loss = model(tokens, targets)
+    torch.testing.assert_close(loss, expected)
+    torch.testing.assert_close(torch.autograd.grad(loss, weight)[0], gradient)
+    model.cross_entropy.share = torch.full((), 0.1)
+    with pytest.raises(ValueError, match="second_target needs a plain nn.Linear as the head"):
+        model(tokens, targets)
 
 
 # ---- initial weights --------------------------------------------------------------------------

@@ -42,7 +42,7 @@ LOOP = """            x = block(x, rope, None if cache is None else cache.layer(
 BLOCK_END = (
     "        self.dropout = nn.Dropout(config.dropout)\n\n    def forward(self, x: Tensor, rope"
 )
-LOSS = "            return self.cross_entropy(x, head.weight, targets, head.bias)"
+LOSS = "            return self.cross_entropy(x, self.lm_head, targets)"
 EMBED = "        x = self.token_embedding(tokens)  # (B, T, C)"
 GPT_END = '            for name in ("rope_cos", "rope_sin"):'
 SDPA = re.search(
@@ -71,7 +71,7 @@ EDITS = {
     "renamed_head": Edit(
         (("            self.lm_head = nn", "            self.head = nn"),
          ("                self.lm_head.weight", "                self.head.weight"),
-         ("x.flatten(0, 1), self.lm_head", "x.flatten(0, 1), self.head"),
+         ("(x, self.lm_head, targets", "(x, self.head, targets"),
          ("return self.lm_head(x", "return self.head(x")), changes_loss=False),
     "no_grouped_query_attention": Edit(
         (("    n_kv_head: int = 0  # key/value heads; 0: n_head\n", ""),
@@ -288,6 +288,12 @@ EDITS = {
         changes_loss=False
     ),
     "a_negative_loss": Edit(((LOSS, LOSS + " - 10.0"),)),
+    "a_head_with_its_own_forward": Edit(
+        (("class GPT(nn.Module):", "class Head(nn.Linear):\n"
+          "    def forward(self, x):\n        return 30 * torch.tanh(super().forward(x) / 3)\n\n\n"
+          "class GPT(nn.Module):"),
+         ("self.lm_head = nn.Linear(", "self.lm_head = Head("))
+    ),
     "label_smoothing_from_a_new_setting": Edit(
         (("    dropout: float = 0.0\n", "    dropout: float = 0.0\n    smoothing: float = 0.0\n"),
          (LOSS, "            return F.cross_entropy(self.lm_head(x), targets.flatten(),"
@@ -745,15 +751,19 @@ def test_initial_weights_do_not_depend_on_the_number_of_threads():
         assert fingerprint(torch.ones(shape)) != fingerprint(torch.zeros(shape))
 
 
-def test_a_number_that_changes_in_every_step_is_compiled_twice(student, sums, tmp_path, traced):
+@pytest.mark.parametrize("counted", ["", "        self.calls += 1\n"])
+def test_a_number_that_changes_in_every_step_is_compiled_twice(
+    student, sums, tmp_path, traced, counted
+):
     """Without the fix: once in every step, which takes seconds."""
     edit = Edit(
-        (in_block("self.heat = 1.0"),
-         (MLP_RESIDUAL, MLP_RESIDUAL.replace(")))", "))) * self.heat"))),
-        (("        loss = forward_backward(model, islice",
+        (in_block("self.heat, self.calls = 1.0, 0"),
+         (MLP_RESIDUAL, counted
+          + MLP_RESIDUAL.replace(")))", "))) * (self.heat + 1 / (9 + self.calls))"))),
+        (("        loss = forward_backward(model, step_batches",
           "        for block in raw_model.blocks:\n"
           "            block.heat = 1.0 + 1.0 / (2 + iter_num)\n"
-          "        loss = forward_backward(model, islice"),),
+          "        loss = forward_backward(model, step_batches"),),
     )  # fmt: skip
     copy, versions = edited(edit, tmp_path / "copy"), {}
     for steps in (3, 8):
@@ -815,6 +825,79 @@ def test_the_trial_step_leaves_no_gradients(student, sums, tmp_path):
     copy = edited(edit, tmp_path / "copy")
     student(copy, "train.py", *SETTINGS, f"--dataset={sums}", f"--out_dir={tmp_path / 'out'}")
     assert len(losses(tmp_path / "out")) == 3
+
+
+def test_the_trial_step_trains_nothing(student, sums, tmp_path):
+    """Its batch is all zeros. A step in forward_backward trained on it, at every start."""
+    steps = "micro_steps = sequences_per_iter // fit"
+    edit = Edit((), (
+        (BACKWARD, BACKWARD + "\n        optim.clip_gradients(opt, grad_clip)\n"
+                              "        opt.step()\n        opt.zero_grad()"),
+        ("fit = memory.fit(", "before = [p.detach().clone() for p in raw_model.parameters()]\n"
+                              "fit = memory.fit("),
+        (steps, f"assert all(map(torch.equal, before, raw_model.parameters()))\n{steps}"),
+    ))  # fmt: skip
+    copy = edited(edit, tmp_path / "copy")
+    shown = student(copy, "train.py", *SETTINGS, f"--dataset={sums}",
+                    f"--out_dir={tmp_path / 'out'}")  # fmt: skip
+    first, _, last = losses(tmp_path / "out")
+    assert "the trial step" not in shown and last < first
+
+
+def test_what_the_trial_step_changes_in_parameters_is_named(student, sums, tmp_path):
+    edit = Edit(
+        (in_gpt("self.bias = nn.Parameter(torch.zeros(4), requires_grad=False)"),
+         (EMBED, EMBED + "\n        self.bias += 0.1"))
+    )  # fmt: skip
+    copy = edited(edit, tmp_path / "copy")
+    shown = student(copy, "train.py", *SETTINGS, f"--dataset={sums}",
+                    f"--out_dir={tmp_path / 'out'}")  # fmt: skip
+    assert "note: the trial step, on a batch of zeros, has changed bias: only" in shown
+
+
+def test_data_that_ends_is_an_error(student, sums, tmp_path):
+    """A finite DataLoader: the run went on with losses of 0."""
+    line = "micro_batches = loader.micro_batches(iter_num)\n"
+    edit = Edit((), ((line, line + "micro_batches = iter([next(micro_batches)])\n"),))
+    copy = edited(edit, tmp_path / "copy")
+    with pytest.raises(RuntimeError, match="StopIteration"):
+        student(copy, "train.py", *SETTINGS, f"--dataset={sums}", f"--out_dir={tmp_path / 'out'}")
+
+
+def test_an_evaluation_ignores_the_losses_of_padding(student, sums, tmp_path):
+    """With several processes some batches are only padding, whose mean loss is NaN in PyTorch."""
+    steps = "micro_steps = sequences_per_iter // fit"
+    edit = Edit(
+        ((LOSS, "            return F.cross_entropy(self.lm_head(x), targets.flatten(),"
+                " ignore_index=-1)"),),
+        ((steps, "ones = torch.ones(1, 8, dtype=torch.int64)\n"
+                 "assert evaluate(model, [(ones, ones, 1.0), (ones, -ones, 0.0)]).isfinite()\n"
+                 + steps),),
+    )  # fmt: skip
+    copy = edited(edit, tmp_path / "copy")
+    student(copy, "train.py", *SETTINGS, f"--dataset={sums}", f"--out_dir={tmp_path / 'out'}")
+
+
+def test_settings_are_computed_below_configure(student, sums, tmp_path):
+    line = "config = configure(globals())\n"
+    edit = Edit((), ((line, line + "learning_rate = learning_rate * batch_size\n"),))
+    copy = edited(edit, tmp_path / "copy")
+    student(copy, "train.py", *SETTINGS, "--warmup_iters=0", "--lr_schedule=wsd",
+            f"--dataset={sums}", f"--out_dir={tmp_path / 'out'}")  # fmt: skip
+    entries = read_metrics(tmp_path / "out" / "metrics.jsonl")
+    assert next(e["lr"] for e in entries if "lr" in e) == pytest.approx(4 * 5e-3)
+
+
+def test_the_width_may_have_another_name(student, sums, tmp_path):
+    copy = edited(Edit(), tmp_path / "copy")
+    for script in ("model.py", "train.py"):
+        text = (copy / script).read_text().replace("n_embd", "d_model")
+        (copy / script).write_text(text)
+    settings = [flag.replace("n_embd", "d_model") for flag in SETTINGS]
+    student(copy, "train.py", *settings, f"--dataset={sums}", f"--out_dir={tmp_path / 'out'}")
+    shown = student(copy, "sample.py", f"--out_dir={tmp_path / 'out'}", "--start=1",
+                    "--num_samples=1", "--max_new_tokens=5", "--device=cpu")  # fmt: skip
+    assert shown.startswith("1")
 
 
 def test_another_optimizers_own_state_is_saved_and_loaded():

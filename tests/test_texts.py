@@ -666,13 +666,16 @@ def test_f66_named_chat_templates_and_the_space_before_a_text_are_kept(tmp_path)
     folder = save_model(tmp_path / "model", tokenizer, eos_token="</s>", template="a")
     (folder / tokenizers_.TEMPLATES).mkdir()
     (folder / tokenizers_.TEMPLATES / "tool_use.jinja").write_text("b")
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    settings["split_special_tokens"] = True  # sample.py never splits those of a prompt
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     pretrained = convert.read_pretrained(str(folder))
     checkpoint.check_metadata(pretrained.metadata, "it")
     tokenizers_.write_hf_tokenizer(pretrained.tokenizer, tmp_path, pretrained.metadata)
     assert (tmp_path / "chat_template.jinja").read_text() == "a"
     assert (tmp_path / tokenizers_.TEMPLATES / "tool_use.jinja").read_text() == "b"
     settings = json.loads((tmp_path / "tokenizer_config.json").read_text())
-    assert settings["add_prefix_space"] is True
+    assert settings["add_prefix_space"] is True and "split_special_tokens" not in settings
     wrong = pretrained.metadata | {tokenizers_.TEMPLATES: {"../../x": "a"}}
     with pytest.raises(ValueError, match="it is not valid metadata"):
         checkpoint.check_metadata(wrong, "it")
@@ -782,6 +785,12 @@ def tar_gz():
             "cannot read.*NUL character at byte 100000",
         ),
         ("rows.jsonl.bak", lambda: b'{"text": "a"}\n' * 9, "holds rows of JSON: name it .jsonl"),
+        (
+            "list.dat",
+            lambda: json.dumps([{"text": "a"}] * 9, indent=2).encode(),
+            "holds rows of JSON",
+        ),
+        ("blank.jl", lambda: b'\n{"text": "a"}\n' * 9, "holds rows of JSON"),
         ("wide.rows", lambda: b'{"text": "' + b"x" * 70_000 + b'"}\n' * 9, "holds rows of JSON"),
         ("a.csv", lambda: b"text,text\n1,x\n", "2 columns named 'text'"),
         ("b.csv", lambda: b"", "b.csv has no columns: its first line must name them"),

@@ -157,6 +157,8 @@ def test_an_id_that_ends_no_text_is_not_the_end_of_text(tmp_path, capsys, stale,
         ("tokenizer_config.json", {"extra_special_tokens": {"image": "<|im_start|>"}}),
         ("special_tokens_map.json", {"additional_special_tokens": ["</s>", "<|im_start|>"]}),
         ("special_tokens_map.json", {"eos_token": {"content": "<|im_start|>"}}),
+        ("tokenizer_config.json", {"pad_token": "<|im_start|>"}),
+        ("special_tokens_map.json", {"mask_token": {"content": "<|im_start|>"}}),
     ],
 )
 def test_tokens_that_only_other_files_add_are_refused(tmp_path, name, content):

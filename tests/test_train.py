@@ -732,6 +732,15 @@ def test_wandb_failing_at_its_end_is_a_warning(run, sums, tmp_path, monkeypatch)
     assert "finished at iteration 2" in shown
 
 
+def test_wandb_takes_entries_without_an_iteration(tmp_path, capsys):
+    config = {name: s.default for name, s in read_settings(ROOT / "train.py").items()}
+    log, steps = RunLog(tmp_path, config, 0), []
+    log.wandb = types.SimpleNamespace(log=lambda entry, step: steps.append(step))
+    for entry in ({"a": 1.0}, {"iter": 3, "a": 2.0}):
+        log.write(entry)
+    assert steps == [None, 3] and "wandb" not in capsys.readouterr().out
+
+
 def test_wandb_gets_every_entry_and_a_resumed_run_is_the_same_run(run, sums, tmp_path, monkeypatch):
     started, logged = [], []
 
