@@ -165,8 +165,10 @@ def configure(
         raise SystemExit(0)
     for flag in flags_given():
         name = flag.removeprefix("--")
-        if name not in settings and isinstance(namespace.get(name), PLAIN):
-            raise UserError(f"{flag} is no setting, because its default is not a plain value")
+        if name != flag and name not in settings and isinstance(namespace.get(name), PLAIN):
+            raise UserError(
+                f"{flag} is no setting: give it a plain value as its default, and a lower-case name"
+            )
     ignores = read_settings(HERE / ignored) if ignored else {}
     config = resolve(settings, sys.argv[1:], ignores, config_files=bool(positional))
     for name in PATHS:  # shells do not expand --key=~/FOLDER
@@ -324,8 +326,9 @@ def run_config_file(
 
 def parse(text: str, kind: type) -> Any:
     """Convert command-line text to `kind`; return the text if it is not of that kind."""
-    if kind is bool:
-        return {"true": True, "false": False}.get(text.lower(), text)
+    words = {"true": True, "false": False}
+    if kind is bool or kind is type(None) and text.lower() in words:
+        return words.get(text.lower(), text)
     if kind is int and re.fullmatch(r"\d{1,9}e\d", text):
         return int(float(text))
     try:

@@ -189,6 +189,8 @@ def start(process: Process, config: dict[str, Any], cuda_graphs: bool = False) -
         join(process, config["backend"])
     names = {name: config[name] for name in NAMES if name in config}
     config |= on_rank0_first(process, lambda: first_in_launch("names", names))
+    if process.world_size == 1:
+        return
     # "auto" may choose another dtype on another GPU
     own = config | {"dtype": str(process.dtype).removeprefix("torch.")}
     configs = gather_objects(process, own)

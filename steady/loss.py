@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from steady import UserError
 from steady.kernels import kernels_work, tl, triton
 
 CHUNK_ELEMENTS = 2**28  # logits held at a time: 512 MiB in bfloat16
@@ -83,8 +84,8 @@ class LinearCrossEntropy(nn.Module):
                 hidden, head.weight, targets, bias=head.bias, share=self.share
             )
         if isinstance(self.share, Tensor):
-            raise ValueError("second_target needs a plain nn.Linear as the head")
-        targets = targets.flatten()
+            raise UserError("second_target needs a plain nn.Linear as lm_head: use 0 for another")
+        targets = targets.reshape(len(hidden))
         return _losses(_log_softmax(head(hidden)), targets).sum() / _count(targets)
 
 

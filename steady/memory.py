@@ -169,14 +169,15 @@ def fit(
 @contextlib.contextmanager
 def undone(model: nn.Module, optimizer: Any, plan: Plan) -> Iterator[None]:
     """At the end of the `with` block, undo the trial step in it: drop the gradients, and give the
-    buffers their earlier values. In the block, the optimizer's step does nothing. Prints a note if
-    parameters changed nevertheless."""
+    buffers their earlier values. In the block, the optimizer's step only calls its closure. Prints
+    a note if parameters were changed in place nevertheless."""
     before = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
-    versions = {name: p._version for name, p in model.named_parameters()}  # in-place changes
+    versions = {p: p._version for p in model.parameters() if not p.is_inference()}
     try:
-        with mock.patch.object(optimizer, "step", lambda *_, **__: None):
+        with mock.patch.object(optimizer, "step", lambda closure=None: closure and closure()):
             yield
-        changed = [n for n, p in model.named_parameters() if versions.get(n, 0) != p._version]
+        named = model.named_parameters()
+        changed = [n for n, p in named if p in versions and p._version != versions[p]]
         if changed:
             print(
                 f"note: the trial step, on a batch of zeros, has changed {', '.join(changed[:5])}: "

@@ -44,7 +44,8 @@ class AdamW(torch.optim.AdamW):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         super().zero_grad(set_to_none)
-        vars(self).pop("found_inf", None)
+        for name in ("grad_scale", "found_inf"):
+            vars(self).pop(name, None)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -452,6 +453,10 @@ def clip_gradients(optimizer: torch.optim.Optimizer, limit: float) -> Tensor:
     Our optimizers skip such a step by themselves. For others, this function removes the gradients.
     """
     parameters = all_parameters(optimizer)
+    for parameter in parameters:
+        gradient = parameter.grad  # torch.autograd.grad may expand one value
+        if gradient is not None and (gradient.is_inference() or 0 in gradient.stride()):
+            parameter.grad = gradient.clone()
     gradients = [p.grad for p in parameters if p.grad is not None]
     if not gradients:
         return torch.zeros((), device=parameters[0].device)
@@ -459,7 +464,10 @@ def clip_gradients(optimizer: torch.optim.Optimizer, limit: float) -> Tensor:
         raise UserError("sparse gradients cannot be clipped: use nn.Embedding(..., sparse=False)")
     grad_norm = total_norm(gradients)
     if limit:
-        torch._foreach_mul_(local_shards(gradients), limit / grad_norm.clamp(min=limit))
+        shards, factor = local_shards(gradients), (limit / grad_norm).clamp(max=1.0)
+        for device in {shard.device for shard in shards}:
+            own = [shard for shard in shards if shard.device == device]
+            torch._foreach_mul_(own, factor.to(device))
     found_inf = (~grad_norm.isfinite()).float()
     if isinstance(optimizer, AdamW) and grad_norm.device.type not in IGNORE_FOUND_INF:
         optimizer.skip_if(found_inf)

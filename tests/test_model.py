@@ -251,8 +251,10 @@ def test_the_loss_is_that_of_any_head(edit):
     loss = model(tokens, targets)
     torch.testing.assert_close(loss, expected)
     torch.testing.assert_close(torch.autograd.grad(loss, weight)[0], gradient)
+    with pytest.raises(RuntimeError, match="invalid for input of size"):
+        model(tokens, targets[:, :4])
     model.cross_entropy.share = torch.full((), 0.1)
-    with pytest.raises(ValueError, match="second_target needs a plain nn.Linear as the head"):
+    with pytest.raises(ValueError, match="second_target needs a plain nn.Linear as lm_head"):
         model(tokens, targets)
 
 

@@ -132,6 +132,23 @@ def test_clipping_equals_torchs(monkeypatch, limit, scaled, ignoring):
     torch.testing.assert_close(*results)
 
 
+@pytest.mark.parametrize("limit", [1e39, float("inf")])
+def test_a_limit_may_be_beyond_all_norms(limit):
+    layer = nn.Linear(2, 2, bias=False)
+    layer.weight.grad = torch.full((2, 2), 3.0)
+    assert clip_gradients(adamw(layer), limit) == 6.0
+    assert (layer.weight.grad == 3.0).all()
+
+
+def test_gradients_that_cannot_be_changed_in_place_are_clipped():
+    layer = nn.Linear(4, 4, bias=False)
+    (layer.weight.grad,) = torch.autograd.grad(layer.weight.sum(), [layer.weight])  # expanded
+    assert clip_gradients(adamw(layer), 2.0) == 4.0 and (layer.weight.grad == 0.5).all()
+    with torch.inference_mode():  # evolution strategies
+        layer.weight.grad = torch.ones(4, 4)
+    assert clip_gradients(adamw(layer), 2.0) == 4.0 and (layer.weight.grad == 0.5).all()
+
+
 def test_resuming_keeps_the_moments_and_takes_todays_settings():
     layer = nn.Linear(2, 2)
     old = adamw(layer)
@@ -250,6 +267,8 @@ def test_clipping_affects_the_next_step_only(norm):
 def test_a_scaler_works_without_unscale_after_our_zero_grad():
     layer = nn.Linear(2, 2)
     optimizer, scaler = adamw(layer), torch.amp.GradScaler("cpu")
+    layer(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
     before = layer.weight.detach().clone()
     for _ in range(2):
         optimizer.zero_grad()
