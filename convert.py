@@ -16,6 +16,7 @@ if __name__ == "__main__":
 import json
 import os
 import re
+import secrets
 import shutil
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -277,9 +278,10 @@ def holds_another_model(folder: Path) -> bool:
     """Whether `folder` has a model or tokenizer other than an earlier export."""
     from safetensors import SafetensorError, safe_open
 
-    if not any(
-        path.suffix in (".safetensors", ".json", ".jinja", ".model") for path in folder.glob("*")
-    ):
+    ours = ("config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json",
+            "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
+            "tokenizer.model", "vocab.json", "merges.txt", "vocab.txt")  # fmt: skip
+    if not any([*folder.glob("*.safetensors*"), *((folder / name).exists() for name in ours)]):
         return False
     try:
         with safe_open(folder / "model.safetensors", "pt") as file:
@@ -408,24 +410,30 @@ def write_pretrained(saved: dict[str, Any], folder: Path, dtype: torch.dtype) ->
     beyond = f"values beyond the range of {theirs['torch_dtype']}: use --dtype=bfloat16"
     checkpoint.check_finite(weights, folder, problem=beyond)
     folder.mkdir(parents=True, exist_ok=True)
-    # the weights first: they mark the folder as ours, in case the rest fails
-    with atomic_write(folder / "model.safetensors") as file:
-        try:  # safetensors needs a file name, and raises its own error if the disk is full
-            save_file(weights, Path(file.name), metadata={"format": "pt"} | WRITER)
+    # safetensors needs a file name, and raises its own error if the disk is full
+    part = folder / f"model.{secrets.token_hex(4)}.tmp"
+    before = set(folder.iterdir())
+    try:
+        try:
+            save_file(weights, part, metadata={"format": "pt"} | WRITER)
         except Exception as error:
             reason = " ".join(str(error).split())
             raise UserError(f"cannot write the weights to {folder}: {reason}") from None
-    for name, content in (("config", theirs), ("generation_config", generation)):
-        with atomic_write(folder / f"{name}.json") as file:
-            file.write(json.dumps(content, indent=2).encode() + b"\n")
-    # safetensors lets only us read it
-    shutil.copymode(folder / "config.json", folder / "model.safetensors")
-    files = write_hf_tokenizer(saved["tokenizer"], folder, metadata)
-    earlier = [folder / "special_tokens_map.json", folder / "chat_template.jinja",
-               *folder.glob(f"{TEMPLATES}/*.jinja")]  # fmt: skip
-    for path in earlier:  # of an export to the same folder
-        if path.relative_to(folder).as_posix() not in files:
-            path.unlink(missing_ok=True)
+        for name, content in (("config", theirs), ("generation_config", generation)):
+            with atomic_write(folder / f"{name}.json") as file:
+                file.write(json.dumps(content, indent=2).encode() + b"\n")
+        written = write_hf_tokenizer(saved["tokenizer"], folder, metadata)
+        earlier = [folder / "special_tokens_map.json", folder / "chat_template.jinja",
+                   *folder.glob(f"{TEMPLATES}/*.jinja")]  # fmt: skip
+        for path in earlier:  # of an export to the same folder
+            if path.relative_to(folder).as_posix() not in written:
+                path.unlink(missing_ok=True)
+        shutil.copymode(folder / "config.json", part)  # else only we may read it
+        part.replace(folder / "model.safetensors")
+    except BaseException:
+        for path in {*folder.glob("*.*")} - before:  # or they would block the next try
+            path.unlink()
+        raise
 
 
 if __name__ == "__main__":
