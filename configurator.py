@@ -130,6 +130,7 @@ def configure(
     base: str = "",
     positional: str = "config/FILE.py",
     ignored: str = "",
+    choices: dict[str, tuple] | None = None,
 ) -> dict[str, Any]:
     """Apply `sys.argv` to the settings of the calling script and return all of them.
 
@@ -139,6 +140,7 @@ def configure(
         positional: name for arguments without dashes in `--help`; "" if the script takes none.
         ignored: a script whose settings are ignored in config files (train.py's, for sample.py,
             which accepts the config file of a training run).
+        choices: the allowed values of this script's own settings.
 
     Raises UserError with key, value and remedy for invalid settings. From here on, any UserError
     or OSError ends the script with one line and no traceback.
@@ -174,7 +176,7 @@ def configure(
     for name in PATHS:  # shells do not expand --key=~/FOLDER
         if isinstance(config.get(name), str):
             config[name] = os.path.expanduser(config[name])
-    check_values(config)
+    check_values(config, choices or {})
     namespace.update(config)
     return config
 
@@ -352,9 +354,9 @@ def check(setting: Setting, value: Any, where: str) -> Any:
     )
 
 
-def check_values(values: dict[str, Any]) -> None:
+def check_values(values: dict[str, Any], more_choices: dict[str, tuple] | None = None) -> None:
     """Raise UserError for a setting that is out of range or not one of its choices."""
-    for name, choices in CHOICES.items():
+    for name, choices in (CHOICES | (more_choices or {})).items():
         if values.get(name, choices[0]) not in choices:
             raise UserError(f"unknown {name}={shown(values[name])}: use {', '.join(choices)}")
     for name in ("out_dir", "dataset"):

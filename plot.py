@@ -20,7 +20,7 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
-from configurator import CHOICES, configure
+from configurator import configure
 from steady import UserError
 from steady.folder import atomic_write
 from steady.runlog import read_json_lines, read_metrics, training_clock
@@ -34,8 +34,8 @@ smooth = 0.05  # average the training loss over this fraction of a run; 0: no sm
 
 paths = [argument for argument in sys.argv[1:] if not argument.startswith("-")]
 sys.argv = [sys.argv[0], *(argument for argument in sys.argv[1:] if argument.startswith("-"))]
-CHOICES.update(x=("iter", "tokens", "time"), y=("loss", "bpb"))
-configure(globals(), positional="OUT_DIR")
+configure(globals(), positional="OUT_DIR",
+          choices={"x": ("iter", "tokens", "time"), "y": ("loss", "bpb")})  # fmt: skip
 png += "" if Path(png).suffix else ".png"
 
 if not paths:

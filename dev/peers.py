@@ -46,7 +46,7 @@ steady.start_script()
 
 import torch
 
-from configurator import CHOICES, configure, read_settings, resolve
+from configurator import configure, read_settings, resolve
 from steady import UserError
 from steady.runlog import read_json_lines, read_metrics, training_clock
 from steady.stop import on_signals
@@ -70,8 +70,7 @@ gpus = 1  # run this many at a time, each on its own GPU
 device = "auto"  # auto, cpu, cuda
 compile = True  # torch.compile the models
 
-CHOICES["size"] = ("tiny", "30m", "124m", "350m")
-configure(globals(), positional="")
+configure(globals(), positional="", choices={"size": ("tiny", "30m", "124m", "350m")})
 ROOT = Path(__file__).parents[1]
 SHAPES = {"tiny": (2, 32), "30m": (6, 384), "124m": (12, 768), "350m": (24, 1024)}  # layers, width
 FACTORS = {"k": 1e3, "M": 1e6, "B": 1e9}

@@ -45,8 +45,8 @@ def add_momentum(
 ) -> Tensor:
     """Add a gradient (n, rows, columns) to the momentum `buffer`, in place.
 
-    divisor: divides the gradient (GradScaler's scale); usable: 1, or 0 to ignore a gradient that is not
-    finite. Returns the Nesterov update in `dtype`; bfloat16 is precise enough for a direction.
+    divisor: divides the gradient (GradScaler's scale); usable: 1, or 0 to ignore a gradient that is
+    not finite. Returns the Nesterov update in `dtype`; bfloat16 is precise enough for a direction.
     """
     gradient = (gradient.to(buffer.dtype) / divisor).nan_to_num(0.0, 0.0, 0.0)
     buffer.lerp_(gradient, usable * (1.0 - momentum))

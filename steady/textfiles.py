@@ -140,7 +140,7 @@ def check_start(path: Path) -> None:
     decoder = codecs.getincrementaldecoder("utf-8-sig" if kind == "text" else "latin-1")()
     with reading(path) as (_, file):
         text = decoded(path, decoder, file.read(2**16), 0)
-    rows = re.match(r'\s*\[?\s*\{\s*"[^"\n]*"\s*:', text)
+    rows = re.match(r'\[?\s*\{\s*"[^"\n]*"\s*:', text.lstrip())
     if kind == "text" and rows and unpacked_suffix(path) not in (".txt", ".md"):
         packed = path.suffix if path.suffix.lower() in PACKED else ""
         raise UserError(

@@ -6,7 +6,6 @@ import json
 import os
 import re
 import reprlib
-from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -215,11 +214,20 @@ class HFTokenizer:
         stop_tokens: Sequence[int] = (),
         special_tokens: bool = False,
     ):
-        self.tokenizer = plain_tokenizer(content)
+        try:
+            from tokenizers import Tokenizer
+        except ImportError:
+            raise UserError("this tokenizer needs tokenizers: pip install tokenizers") from None
+        try:
+            self.tokenizer = Tokenizer.from_str(content)
+        except Exception as error:
+            raise UserError(f"this is not a tokenizer.json: {error}") from None
+        make_plain(self.tokenizer)
         self.content, self.end_of_text, self.begin_of_text = content, end_of_text, begin_of_text
         ends = [] if end_of_text is None else [end_of_text]
         self.stop_tokens = list(dict.fromkeys([*ends, *stop_tokens]))
         self.special_tokens = special_tokens
+        self.added = self.tokenizer.get_added_tokens_decoder()
         vocabulary = self.tokenizer.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocabulary.values()) + 1
         if self.vocab_size > len(content):  # each token takes several characters
@@ -229,16 +237,14 @@ class HFTokenizer:
         # the byte fallback tokens that some models have: <0x00> to <0xFF>
         bytes_ = [vocabulary.get(f"<0x{i:02X}>") for i in range(256)]
         self.byte_ids = None if None in bytes_ else bytes_
-        added = self.tokenizer.get_added_tokens_decoder()
-        special = {id for id, token in added.items() if token.special}
-        special = (special | {*self.stop_tokens, begin_of_text}) - {*bytes_}
-        names = {name: id for name, id in vocabulary.items() if id in special}
-        plain = plain_tokenizer(without_spellings(content, names))
-        plain.encode_special_tokens = True  # encode their names as characters
-        # a model's vocabulary may have more of them than the added tokens
-        hidden = [name for name in names if plain.token_to_id(name) is None]
-        self.tokenizer.add_special_tokens([n for n in hidden if names[n] not in added])
-        self.for_text = self.tokenizer if special_tokens else plain
+        self.for_text = self.tokenizer
+        if not special_tokens:  # encode their names as characters
+            special = {id for id, token in self.added.items() if token.special}
+            special |= {*self.stop_tokens} | {begin_of_text} - {None}
+            content = without_spellings(content, special - {*bytes_})
+            self.for_text = Tokenizer.from_str(content)
+            make_plain(self.for_text)
+            self.for_text.encode_special_tokens = True
 
     def unknown(self) -> int | None:
         """The id for text that the tokenizer does not know."""
@@ -253,12 +259,20 @@ class HFTokenizer:
             return self.encode(text)
         encoding = self.encoding_of(self.for_text, before + text + after)
         starts = [start for start, _ in encoding.offsets]
-        first = bisect_left(starts, len(before))
-        last = bisect_left(starts, len(before) + len(text)) if after else len(starts)
+        begin, end = len(before), len(before) + len(text)
+        first = sum(start < begin for start in starts)  # not always sorted
+        last = sum(start < end for start in starts) if after else len(starts)
         return encoding.ids[first:last]
 
     def encode_prompt(self, text: str) -> list[int]:
         """Like `encode`, but encodes special tokens in the text as tokens."""
+        end = [] if self.end_of_text is None else [self.end_of_text]
+        spelling = self.tokenizer.decode(end, skip_special_tokens=False)
+        # ids that the tokenizer itself makes of a special token's name
+        known = {*self.added, *(self.encode(spelling) if spelling else [])}
+        if spelling and self.end_of_text not in known and spelling in text:
+            parts = [self.encode_prompt(part) for part in text.split(spelling)]
+            return parts[0] + [id for part in parts[1:] for id in (self.end_of_text, *part)]
         return self.encoding_of(self.tokenizer, text).ids
 
     def encoding_of(self, tokenizer: Any, text: str) -> Any:
@@ -294,54 +308,52 @@ class HFTokenizer:
         } | ({"special_tokens": True} if self.special_tokens else {})  # fmt: skip
 
 
-def plain_tokenizer(content: str) -> Any:
-    """The tokenizer of a tokenizer.json, without truncation, padding and BPE dropout. Many files
-    set them, for a model's inputs."""
-    try:
-        from tokenizers import Tokenizer
-    except ImportError:
-        raise UserError("this tokenizer needs tokenizers: pip install tokenizers") from None
-    try:
-        tokenizer = Tokenizer.from_str(content)
-    except Exception as error:
-        raise UserError(f"this is not a tokenizer.json: {error}") from None
+def make_plain(tokenizer: Any) -> None:
+    """Switch off truncation, padding and BPE dropout. Many files set them, for a model's inputs."""
     tokenizer.no_truncation()
     tokenizer.no_padding()
     if getattr(tokenizer.model, "dropout", None):
         tokenizer.model.dropout = None
-    return tokenizer
 
 
-def without_spellings(content: str, names: dict[str, int]) -> str:
-    """A tokenizer.json in which no text encodes to the tokens `names`. Some models (Unigram,
+def without_spellings(content: str, ids: set[int]) -> str:
+    """A tokenizer.json in which no text encodes to the tokens `ids`. Some models (Unigram,
     WordLevel) have them in their vocabulary and would match them. Ordinary text among them stays:
     characters, such as a line feed that ends samples, and what a BPE merges."""
     tokenizer = json.loads(content)
     added, model = tokenizer.get("added_tokens") or [], tokenizer["model"]
-    merges = model.get("merges") or []
+    vocabulary, merges = model.get("vocab"), model.get("merges") or []
     pairs = [tuple(pair.split(" ")) if isinstance(pair, str) else tuple(pair) for pair in merges]
     suffix = model.get("end_of_word_suffix") or ""
     prefix = model.get("continuing_subword_prefix") or ""
     results = [pair[0] + pair[1].removeprefix(prefix) for pair in pairs]
-    ordinary = {*results} - {token["content"] for token in added}
-    ordinary |= {n for n in names if len(n.removesuffix(suffix).removeprefix(prefix)) < 2}
+    if isinstance(vocabulary, dict):
+        names = {id: name for name, id in vocabulary.items() if id in ids}
+    else:
+        names = {id: vocabulary[id][0] for id in ids if id < len(vocabulary or ())}
+    bare = {name: name.removesuffix(suffix).removeprefix(prefix) for name in names.values()}
+    ordinary = {*results, *(name for name in bare if len(bare[name]) < 2)}
+    names = {id: name for id, name in names.items() if name not in ordinary}
+    for token in added:
+        if token["id"] in ids and len(token["content"]) > 1:
+            names[token["id"]] = token["content"]
+        elif len(token["content"]) < 2:  # a line feed, for example, is ordinary text
+            token["special"] = False
     # no text has these, even if a normalizer drops the NULs
     secret = hashlib.sha256(content.encode()).hexdigest()
-    hidden = {name: f"\0{secret}{id}\0" for name, id in names.items() if name not in ordinary}
-    if isinstance(model["vocab"], dict):
-        model["vocab"] = {hidden.get(name, name): id for name, id in model["vocab"].items()}
-    else:
-        model["vocab"] = [[hidden.get(name, name), score] for name, score in model["vocab"]]
+    hidden = {name: f"\0{secret}{id}\0" for id, name in names.items()}
+    if isinstance(vocabulary, dict):
+        model["vocab"] = {hidden.get(name, name): id for name, id in vocabulary.items()}
+    elif vocabulary:
+        model["vocab"] = [[hidden.get(name, name), score] for name, score in vocabulary]
     if merges:  # they may spell an added token
         model["merges"] = [
             merge for merge, pair, result in zip(merges, pairs, results, strict=True)
-            if hidden.keys().isdisjoint({*pair, result})
+            if not hidden.keys() & {*pair, result}
         ]  # fmt: skip
     if model.get("unk_token") in hidden:
         model["unk_token"] = hidden[model["unk_token"]]
     for token in added:
-        if len(token["content"]) < 2:  # a line feed, for example, is ordinary text
-            token["special"] = False
         token["content"] = hidden.get(token["content"], token["content"])
     tokenizer["post_processor"] = None  # it refers to the renamed tokens, and is not needed here
     return json.dumps(tokenizer)
@@ -535,7 +547,7 @@ def require_all_tokens(
                 tokens = [*tokens.values()]
             found += tokens if isinstance(tokens, list) else [tokens]
     names = dict.fromkeys(map(spelling, found))
-    if lacking := [name for name in names if name is not None and name not in vocabulary]:
+    if lacking := [name for name in names if name and name not in vocabulary]:
         raise UserError(
             f"{folder / 'tokenizer.json'} lacks {reprlib.repr(lacking)}, which other files of the "
             "folder add: load the tokenizer with transformers' AutoTokenizer, and save it with "
@@ -544,15 +556,20 @@ def require_all_tokens(
 
 
 def added_by_template(tokenizer: HFTokenizer) -> tuple[list[int], list[int]]:
-    """The ids that a tokenizer's template puts before and after a text."""
+    """The ids that a tokenizer's template puts before and after a text. Raises UserError if it also
+    puts some inside, or repeats the text."""
     for text in ("a", "1", ".", *itertools.islice(tokenizer.tokenizer.get_vocab(), 1000)):
         try:
             encoding = tokenizer.tokenizer.encode(text)
+            bare = tokenizer.tokenizer.encode(text, add_special_tokens=False).ids
         except Exception:  # a vocabulary without an unknown token
             continue
         ids, mask = encoding.ids, encoding.special_tokens_mask  # 1: added by the template
         if 0 in mask:
-            return ids[: mask.index(0)], ids[len(ids) - mask[::-1].index(0) :]
+            first, last = mask.index(0), len(ids) - mask[::-1].index(0)
+            if ids[first:last] != bare:
+                raise UserError("tokenizer.json has a template that is not supported")
+            return ids[:first], ids[last:]
     return [], []
 
 
@@ -573,7 +590,8 @@ def write_hf_tokenizer(
     tokenizer = from_meta(meta)
     begin, end = tokenizer.begin_of_text, tokenizer.end_of_text
     if isinstance(tokenizer, HFTokenizer):
-        written = plain_tokenizer(tokenizer.content)
+        written = tokenizers.Tokenizer.from_str(tokenizer.content)
+        make_plain(written)
         if written.encode("").ids != ([] if begin is None else [begin]):
             written.post_processor = processors.ByteLevel(trim_offsets=False)
             if begin is not None:
