@@ -32,6 +32,7 @@ from typing import Any, NamedTuple
 
 from steady import UserError, visible
 from steady.folder import require_file
+from steady.output import open_closed_streams
 
 HERE = Path(__file__).parent
 CONFIGS = HERE / "config"
@@ -146,6 +147,7 @@ def configure(
     or OSError ends the script with one line and no traceback.
     """
     sys.excepthook = one_line_errors
+    open_closed_streams()
     if signal.getsignal(signal.SIGINT) == signal.SIG_DFL:  # see steady/__init__.py
         signal.signal(signal.SIGINT, signal.default_int_handler)
     for stream in (sys.stdout, sys.stderr):  # replace characters that the terminal lacks

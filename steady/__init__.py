@@ -49,9 +49,6 @@ def start_script() -> None:
             raise SystemExit(f"error: torch {version} is too old: pip install -U 'torch>=2.11'")
     if not any(name in os.environ for name in ALLOCATOR_VARIABLES):
         os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
-    from steady.output import open_closed_streams  # which imports this module
-
-    open_closed_streams()
     # Importing torch and compiling create millions of long-lived objects. Python's default, garbage
     # collection after every 700 new ones, takes a quarter of that time.
     gc.set_threshold(50_000)

@@ -247,6 +247,7 @@ def test_f44_closed_streams_are_opened(tmp_path):
     """Otherwise the first file opened would receive everything that is printed."""
     script = (
         "import steady, sys\nsteady.start_script()\n"
+        "from configurator import configure\nconfigure(globals())\n"
         f"file = open({str(tmp_path / 'file')!r}, 'w')\n"
         "print('lost', flush=True); print('lost', file=sys.stderr, flush=True)\n"
         "sys.exit(file.fileno() < 3)\n"
