@@ -178,7 +178,7 @@ def configure(
     for name in PATHS:  # shells do not expand --key=~/FOLDER
         if isinstance(config.get(name), str):
             config[name] = os.path.expanduser(config[name])
-    check_values(config, choices or {})
+    check_values(config, choices)
     namespace.update(config)
     return config
 

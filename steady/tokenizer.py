@@ -491,7 +491,7 @@ def hf_tokenizer_meta(folder: Path) -> dict[str, Any]:
                     f"tokenizer's {tokenizer.vocab_size} ids: correct it there, or set it to null"
                 )
             ends.append(id)
-    before, after = added_by_template(tokenizer)
+    before, after = added_by_template(tokenizer, path)
     names = [spelling(content.get("eos_token")) for content in (settings, special)]
     if named := [vocabulary[name] for name in names if name in vocabulary]:
         # a config.json may have transformers' default ids, which this tokenizer gives to letters
@@ -555,9 +555,9 @@ def require_all_tokens(
         )
 
 
-def added_by_template(tokenizer: HFTokenizer) -> tuple[list[int], list[int]]:
-    """The ids that a tokenizer's template puts before and after a text. Raises UserError if it also
-    puts some inside, or repeats the text."""
+def added_by_template(tokenizer: HFTokenizer, path: Path) -> tuple[list[int], list[int]]:
+    """The ids that a tokenizer's template puts before and after a text. Raises UserError that names
+    `path` if it also puts some inside, or repeats the text."""
     for text in ("a", "1", ".", *itertools.islice(tokenizer.tokenizer.get_vocab(), 1000)):
         try:
             encoding = tokenizer.tokenizer.encode(text)
@@ -568,7 +568,10 @@ def added_by_template(tokenizer: HFTokenizer) -> tuple[list[int], list[int]]:
         if 0 in mask:
             first, last = mask.index(0), len(ids) - mask[::-1].index(0)
             if ids[first:last] != bare:
-                raise UserError("tokenizer.json has a template that is not supported")
+                raise UserError(
+                    f"{path} has a template that is not supported: tokens inside a text, or text "
+                    "that is repeated"
+                )
             return ids[:first], ids[last:]
     return [], []
 
@@ -619,9 +622,10 @@ def write_hf_tokenizer(
         written.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
         written.decoder = decoders.ByteLevel()  # decodes incomplete characters too
         written.add_special_tokens(["<|endoftext|>"])
-    settings = {k: v for k, v in pretrained_files.get("tokenizer_config", {}).items()
-                if k not in ("auto_map", "backend", "is_local", "processor_class")}  # fmt: skip
-    settings.pop("split_special_tokens", None)  # prompts are read with special tokens
+    left_out = ("auto_map", "backend", "is_local", "processor_class",
+                "split_special_tokens")  # prompts are read with special tokens  # fmt: skip
+    given = pretrained_files.get("tokenizer_config", {}).items()
+    settings = {key: value for key, value in given if key not in left_out}
     if isinstance(settings.get("extra_special_tokens"), list):  # transformers 4 rejects it
         settings["additional_special_tokens"] = settings.pop("extra_special_tokens")
     settings |= {

@@ -278,50 +278,53 @@ def test_a_scaler_works_without_unscale_after_our_zero_grad():
     assert not torch.equal(layer.weight, before)
 
 
-@pytest.mark.parametrize("kind", ["adamw", "muon"])
-def test_clipping_changes_the_gradients_themselves(kind):
-    """Whatever changes them afterwards, noise for example, is not clipped."""
+def without_averaging(kind):
+    """A block of one matrix, a model of it, and an optimizer whose moments are the last gradient's
+    (Muon's: a share of it)."""
     block = nn.Linear(4, 4, bias=False)
     model = nn.ModuleDict({"blocks": nn.ModuleList([block])})
     config = {"learning_rate": 0.1, "beta1": 0.0, "beta2": 0.0, "weight_decay": 0.0}
-    optimizer = build_optimizer(model, config | {"optimizer": kind})
+    return block, model, build_optimizer(model, config | {"optimizer": kind})
+
+
+def require_momentum(optimizer, weight, gradient):
+    """The momentum after a first step with that `gradient`."""
+    muon = isinstance(optimizer, optim.Muon)
+    share = 1.0 - optimizer.muon_group["momentum"] if muon else 1.0
+    found = optimizer.state[weight]["momentum" if muon else "exp_avg"]
+    torch.testing.assert_close(found, share * gradient)
+
+
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
+def test_clipping_changes_the_gradients_themselves(kind):
+    """Whatever changes them afterwards, noise for example, is not clipped."""
+    block, _, optimizer = without_averaging(kind)
     block.weight.grad = torch.full((4, 4), 5.0)
     assert clip_gradients(optimizer, 2.0) == pytest.approx(20.0)
     torch.testing.assert_close(block.weight.grad, torch.full((4, 4), 0.5))
     block.weight.grad.data.add_(1.0)  # .data hides the change from autograd
     optimizer.step()
-    state = {"adamw": "exp_avg", "muon": "momentum"}[kind]
-    share = 1.0 if kind == "adamw" else 1.0 - optimizer.muon_group["momentum"]
-    expected = torch.full((4, 4), 1.5 * share)
-    torch.testing.assert_close(optimizer.state[block.weight][state], expected)
+    require_momentum(optimizer, block.weight, torch.full((4, 4), 1.5))
 
 
 @pytest.mark.parametrize("kind", ["adamw", "muon"])
 def test_only_one_step_is_skipped(kind):
     """The next one was skipped too, if the gradients were zeroed in another way."""
-    block = nn.Linear(4, 4, bias=False)
-    model = nn.ModuleDict({"blocks": nn.ModuleList([block])})
-    config = {"learning_rate": 0.1, "beta1": 0.0, "beta2": 0.0, "weight_decay": 0.0}
-    optimizer = build_optimizer(model, config | {"optimizer": kind})
+    block, model, optimizer = without_averaging(kind)
     block.weight.grad = torch.full((4, 4), float("inf"))
     clip_gradients(optimizer, 1.0)
     optimizer.step()
-    state = {"adamw": "exp_avg", "muon": "momentum"}[kind]
     model.zero_grad()  # not the optimizer's
     block.weight.grad = torch.ones(4, 4)
     optimizer.step()
-    share = 1.0 if kind == "adamw" else 1.0 - optimizer.muon_group["momentum"]
-    torch.testing.assert_close(optimizer.state[block.weight][state], share * torch.ones(4, 4))
+    require_momentum(optimizer, block.weight, torch.ones(4, 4))
 
 
 def test_muon_maximizes_too():
     changes = []
     for maximize in (True, False):
         torch.manual_seed(0)
-        block = nn.Linear(4, 4, bias=False)
-        config = {"learning_rate": 0.1, "beta1": 0.0, "beta2": 0.0, "weight_decay": 0.0}
-        model = nn.ModuleDict({"blocks": nn.ModuleList([block])})
-        optimizer = build_optimizer(model, config | {"optimizer": "muon"})
+        block, _, optimizer = without_averaging("muon")
         optimizer.muon_group["maximize"] = maximize
         before = block.weight.detach().clone()
         block.weight.grad = torch.randn(4, 4)

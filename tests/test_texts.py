@@ -212,6 +212,11 @@ def test_f61_templates_with_several_tokens_are_refused_and_odd_names_kept(tmp_pa
     (tmp_path / "tokenizer.json").write_text(json.dumps(two))
     with pytest.raises(ValueError, match="puts 2 tokens before a text: at most one"):
         load_tokenizer(f"hf:{tmp_path}")
+    twice = json.loads(content)
+    twice["post_processor"]["single"] *= 2
+    (tmp_path / "tokenizer.json").write_text(json.dumps(twice))
+    with pytest.raises(ValueError, match="tokenizer.json has a template that is not supported"):
+        load_tokenizer(f"hf:{tmp_path}")
 
 
 def test_f61_a_data_set_made_without_the_token_is_no_data_for_such_a_model(tmp_path):
