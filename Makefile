@@ -16,7 +16,8 @@ demo: .venv/installed
 test: .venv/installed-dev
 	$(VENV)/ruff check .
 	$(VENV)/ruff format --check .
-	env -u PYTHONDONTWRITEBYTECODE $(VENV)/python -m pytest -q -n 2 -m "not gpu" tests
+	@# three processes for two cores, because some tests wait for others
+	env -u PYTHONDONTWRITEBYTECODE $(VENV)/python -m pytest -q -n 3 --dist worksteal -m "not gpu" tests
 
 faults: .venv/installed-dev
 	$(VENV)/python dev/faults.py
