@@ -756,7 +756,7 @@ def print_changes(
     for name, (was, now) in changes.items():
         if was != now:
             print(f"note: {name} has changed from {was} to {now}: --{name}={was} keeps the old one")
-    if config["max_iters"] <= saved["iter_num"] and not config["eval_only"]:
+    if config["max_iters"] <= saved["iter_num"] and not config.get("eval_only"):
         print(f"note: the checkpoint is at iteration {saved['iter_num']}: nothing is left to "
               "train; continue with a larger --max_iters")  # fmt: skip
     return other_windows

@@ -186,7 +186,7 @@ def start(process: Process, config: dict[str, Any], cuda_graphs: bool = False) -
     uses those of the launch's first start (F73)."""
     check(process, config, cuda_graphs)  # before joining, so that each prints its own error
     if process.world_size > 1:
-        join(process, config["backend"])
+        join(process, config.get("backend", "auto"))
     names = {name: config[name] for name in NAMES if name in config}
     config |= on_rank0_first(process, lambda: first_in_launch("names", names))
     if process.world_size == 1:

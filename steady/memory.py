@@ -54,12 +54,13 @@ def rough_gib(config: dict[str, Any], sequences: int, process: Process) -> float
     34 bytes per token, layer and unit of width (Korthikanti et al. 2022)."""
     if not {"n_embd", "n_layer"} <= config.keys():  # you have renamed them
         return 0.0
-    width, layers, kind = (config[k] for k in ("n_embd", "n_layer", "activation_checkpointing"))
+    width, layers = config["n_embd"], config["n_layer"]
+    kind = config.get("activation_checkpointing", "none")
     parameters = 12 * layers * width**2 + config["vocab_size"] * width
     shards = process.world_size if process.shards_model else 1
     kept = {"none": 34, "selective": 4, "block": 2}[kind] * layers + (kind != "none") * 34
     activations = kept * process.dtype.itemsize / 2 * sequences * config["block_size"] * width
-    bytes_each = 4 if config["eval_only"] else 16 + 8 * config["average_weights"]
+    bytes_each = 4 if config.get("eval_only") else 16 + 8 * config.get("average_weights", 0)
     return (bytes_each * parameters / shards + activations) / 2**30
 
 
@@ -84,7 +85,7 @@ def require_room(config: dict[str, Any], process: Process) -> None:
 
 def checkpointing(config: dict[str, Any]) -> str:
     """Advice to use activation checkpointing of whole blocks, unless it is in use."""
-    kind = config["activation_checkpointing"]
+    kind = config.get("activation_checkpointing")
     return "" if kind == "block" else "--activation_checkpointing=block, or "
 
 

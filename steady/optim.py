@@ -237,12 +237,13 @@ def build_optimizer(
     evaluates = config.get("eval_only", False)
     if not parameters and not evaluates:
         raise UserError("all parameters are frozen (requires_grad=False): nothing to train")
-    uses_muon = config["optimizer"] == "muon" and not evaluates
+    uses_muon = config.get("optimizer") == "muon" and not evaluates
     matrices = hidden_matrices(model) if uses_muon else []
     among = set(matrices)
     others = [p for p in parameters if p not in among]
+    decay = config.get("weight_decay", 0.0)
     groups = [
-        {"params": [p for p in others if p.dim() >= 2], "weight_decay": config["weight_decay"]},
+        {"params": [p for p in others if p.dim() >= 2], "weight_decay": decay},
         {"params": [p for p in others if p.dim() < 2], "weight_decay": 0.0},
     ]
     rates = {"lr": config["learning_rate"], "betas": (config["beta1"], config["beta2"])}
@@ -258,7 +259,7 @@ def build_optimizer(
                    if p.requires_grad and p.dim() == 2 and p not in expected]  # fmt: skip
         if outside and not (dist.is_initialized() and dist.get_rank()):
             print(f"note: not in a block, so AdamW trains {shown(', '.join(outside))}")
-        inner = {"params": matrices, "muon": True, "weight_decay": config["weight_decay"]}
+        inner = {"params": matrices, "muon": True, "weight_decay": decay}
         head_dims = {
             layer.weight: layer.head_dim
             for layer in model.modules()
@@ -270,7 +271,7 @@ def build_optimizer(
         optimizer = AdamW(groups, **rates, fused=True)
     if unusable := [n for n, p in model.named_parameters() if p.requires_grad and p.is_complex()]:
         raise UserError(
-            f"optimizer={config['optimizer']} cannot train complex parameters: "
+            f"optimizer={optimizer_name(optimizer)} cannot train complex parameters: "
             f"{', '.join(unusable[:5])}; use torch.view_as_real, or another optimizer in train.py"
         )
     for group, parameter in members(optimizer):
@@ -479,7 +480,7 @@ def clip_gradients(optimizer: torch.optim.Optimizer, limit: float) -> Tensor:
 def schedule_end(config: dict[str, Any]) -> int:
     """The step at which the schedule ends: `lr_decay_iters`, or `max_iters` if that is 0 or the
     rate does not decay."""
-    return config["decay_lr"] and config["lr_decay_iters"] or config["max_iters"]
+    return config.get("decay_lr", True) and config.get("lr_decay_iters") or config["max_iters"]
 
 
 def learning_rate_at(step: int, config: dict[str, Any]) -> float:
@@ -490,15 +491,15 @@ def learning_rate_at(step: int, config: dict[str, Any]) -> float:
     (Haegele et al. 2024, "Scaling laws and compute-optimal training beyond fixed training
     durations").
     """
-    peak, floor = config["learning_rate"], config["min_lr"]
-    warmup, end = config["warmup_iters"], schedule_end(config)
+    peak, floor = config["learning_rate"], config.get("min_lr", 0.0)
+    warmup, end = config.get("warmup_iters", 0), schedule_end(config)
     if step < warmup:
         return peak * (step + 1) / (warmup + 1)
-    if not config["decay_lr"]:
+    if not config.get("decay_lr", True):
         return peak
     if step >= end:
         return floor
-    if config["lr_schedule"] == "cosine":
+    if config.get("lr_schedule", "cosine") == "cosine":
         shape = 0.5 * (1.0 + math.cos(math.pi * (step - warmup) / (end - warmup)))
     else:
         start = decay_start(config)
@@ -510,9 +511,9 @@ def learning_rate_at(step: int, config: dict[str, Any]) -> float:
 def schedule_note(config: dict[str, Any]) -> str | None:
     """A one-line note if the schedule does not fit the run: the learning rate never reaches its
     peak, never reaches min_lr, or reaches it before the run ends. None if it fits."""
-    peak, warmup, iterations = (config[k] for k in ("learning_rate", "warmup_iters", "max_iters"))
-    end = schedule_end(config)
-    if not iterations or peak in (0, config["min_lr"]) or warmup < end == iterations:
+    peak, iterations, end = config["learning_rate"], config["max_iters"], schedule_end(config)
+    warmup = config.get("warmup_iters", 0)
+    if not iterations or peak in (0, config.get("min_lr")) or warmup < end == iterations:
         return None
     last = learning_rate_at(iterations - 1, config)
     shorter = warmup if warmup < iterations else iterations // 20
@@ -526,10 +527,10 @@ def schedule_note(config: dict[str, Any]) -> str | None:
 def decay_start(config: dict[str, Any]) -> int | None:
     """The step at which wsd's decay begins. Runs can be extended from checkpoints up to that step.
     None for schedules that decay all the time, or never."""
-    if config["lr_schedule"] != "wsd" or not config["decay_lr"]:
+    if config.get("lr_schedule") != "wsd" or not config.get("decay_lr", True):
         return None
     end = schedule_end(config)
-    return max(config["warmup_iters"], end - round(config["decay_fraction"] * end))
+    return max(config.get("warmup_iters", 0), end - round(config["decay_fraction"] * end))
 
 
 def set_schedule(optimizer: torch.optim.Optimizer, step: int, config: dict[str, Any]) -> float:
@@ -553,7 +554,7 @@ def set_second_target(model: nn.Module, step: int, config: dict[str, Any]) -> No
     Call before every step. Raises UserError if the model has no LinearCrossEntropy. One that it has
     but does not call has no effect.
     """
-    if not config["second_target"] or config["eval_only"]:
+    if not config.get("second_target") or config.get("eval_only"):
         return
     layers = [layer for layer in model.modules() if isinstance(layer, LinearCrossEntropy)]
     if not layers:

@@ -33,12 +33,12 @@ class RunLog:
     def __init__(self, out_dir: Path, config: dict[str, Any], start_iter: int, quiet: bool = False):
         output.survive_closed_streams()
         self.path, self.quiet = out_dir / "metrics.jsonl", quiet
-        self.keeps_metrics = not (quiet or config["eval_only"])
+        self.keeps_metrics = not (quiet or config.get("eval_only"))
         self.lost = False  # whether the last entry could not be written, or only a part of it
         self.began, self.process = time.monotonic(), SINGLE_PROCESS
         if self.keeps_metrics:
             # a run evaluates at its end; extending it repeats that evaluation only if one is due
-            interval = config["eval_interval"]
+            interval = config.get("eval_interval", 0)
             due = interval and (start_iter % interval == 0 or start_iter >= config["max_iters"])
             kept = [
                 entry for entry in read_metrics(self.path)
@@ -57,7 +57,7 @@ class RunLog:
                 self.bar = tqdm(
                     total=config["max_iters"], initial=start_iter, unit="it", dynamic_ncols=True
                 )
-        if config["wandb_log"]:
+        if config.get("wandb_log"):
             self.wandb = self.start_wandb(out_dir, config)
 
     def start_wandb(self, out_dir: Path, config: dict[str, Any]) -> Any:
@@ -70,8 +70,8 @@ class RunLog:
             if (out_dir / "wandb").is_symlink():
                 raise UserError(f"{out_dir / 'wandb'} is a symbolic link (not followed)")
             run = wandb.init(
-                project=config["wandb_project"],
-                name=config["wandb_run_name"],
+                project=config.get("wandb_project"),
+                name=config.get("wandb_run_name"),
                 config=config,
                 dir=out_dir,
                 id=id_file.read_text(encoding="utf-8") if resumed else None,

@@ -60,6 +60,12 @@ def test_cosine_warms_up_peaks_and_ends_at_the_floor():
     assert all(a > b for a, b in zip(rates[10:110], rates[11:111], strict=True))
 
 
+def test_a_setting_that_you_delete_is_off():
+    config = {"learning_rate": 1.0, "max_iters": 110}
+    assert [learning_rate_at(i, config) for i in (0, 55, 110)] == pytest.approx([1.0, 0.5, 0.0])
+    assert optim.schedule_note(config) is None and optim.decay_start(config) is None
+
+
 def test_the_schedule_ends_with_the_run_unless_told_otherwise():
     untold = CONFIG | {"lr_decay_iters": 0}
     for step in range(130):

@@ -45,6 +45,7 @@ BLOCK_END = (
 LOSS = "            return self.cross_entropy(x, self.lm_head, targets)"
 EMBED = "        x = self.token_embedding(tokens)  # (B, T, C)"
 GPT_END = '            for name in ("rope_cos", "rope_sin"):'
+TRAIN = (ROOT / "train.py").read_text(encoding="utf-8")
 SDPA = re.search(
     r"            y = F\.scaled_dot_product_attention\(.*?\)  # fmt: skip\n",
     (ROOT / "model.py").read_text(encoding="utf-8"),
@@ -90,9 +91,12 @@ EDITS = {
     "gradient_noise": Edit(train=(  # the same on all processes
         (UNSCALE, UNSCALE + "\n        for p in parameters:\n"
                             "            p.grad += 0.01 * torch.randn_like(p.grad)"),)),
-    "own_schedule": Edit(train=(
+    "own_schedule_without_settings_of_the_old_one": Edit(train=(
         (SCHEDULE, "        lr = learning_rate * 0.9**iter_num\n"
-                   "        for group in opt.param_groups:\n            group['lr'] = lr"),)),
+                   "        for group in opt.param_groups:\n            group['lr'] = lr"),
+        *((re.search(rf"\n{name} = .*", TRAIN).group(), "") for name in (
+            "lr_schedule", "decay_lr", "min_lr", "decay_fraction", "weight_decay", "second_target",
+            "wandb_project", "wandb_run_name", "backend")))),
     "saves_after_each_step": Edit(train=(
         ("        iter_num += 1\n",
          "        iter_num += 1\n        save(out_path / 'each.pt', training_state())\n"),),
