@@ -60,7 +60,7 @@ def test_cosine_warms_up_peaks_and_ends_at_the_floor():
     assert all(a > b for a, b in zip(rates[10:110], rates[11:111], strict=True))
 
 
-def test_a_setting_that_you_delete_is_off():
+def test_settings_of_the_schedule_can_be_deleted():
     config = {"learning_rate": 1.0, "max_iters": 110}
     assert [learning_rate_at(i, config) for i in (0, 55, 110)] == pytest.approx([1.0, 0.5, 0.0])
     assert optim.schedule_note(config) is None and optim.decay_start(config) is None

@@ -371,7 +371,7 @@ def edits_of_the_page() -> dict[str, Edit]:
     """The edits from docs/changing.md."""
     text = (ROOT / "docs" / "changing.md").read_text(encoding="utf-8")
     found = {}
-    for section in re.split(r"^## ", text, flags=re.MULTILINE)[1:]:
+    for section in re.split(r"^## (?=\d)", text, flags=re.MULTILINE)[1:]:
         codes = re.findall(r"^```python\n(.*?)\n```$", section, re.DOTALL | re.MULTILINE)
         pairs = {"model.py": [], "train.py": []}
         for old, new in zip(codes[::2], codes[1::2], strict=True):
