@@ -202,9 +202,7 @@ def evaluate(model: torch.nn.Module, batches: Iterable) -> torch.Tensor:
     model.eval()
     for tokens, targets, weight in batches:
         with autocast:
-            loss = weight * model(tokens, targets)
-        if weight:  # 0: only padding, for which other losses than ours may be NaN
-            total += loss
+            total += weight * model(tokens, targets)
     reshard(raw_model)  # with fsdp: drop gathered weights, as a backward pass does
     model.train()
     return total

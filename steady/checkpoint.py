@@ -65,10 +65,13 @@ MODEL = "model.py and its model_config"
 
 
 def as_saved(content: dict[str, Any]) -> dict[str, Any]:
-    """Replace the models, optimizers and scalers in `content` with their state dicts, and NumPy's
-    numbers with Python's."""
+    """Replace the models, optimizers and scalers in `content` with their state dicts, NumPy's
+    numbers with Python's, and a loss that is a tensor with a number."""
     saved = {}
     for key, value in content.items():
+        value = getattr(value, "_orig_mod", value)  # the model in one that you have compiled
+        if EVERYTHING.get(key) in (int, float) and isinstance(value, Tensor):
+            value = value.item()
         saved[key] = dict(value.state_dict()) if hasattr(value, "state_dict") else value
         if key == "optimizer" and hasattr(value, "state_dict"):
             saved[key] = {"kind": optimizer_name(value)} | saved[key]
@@ -636,9 +639,15 @@ def load_weights(
     check_weights(weights, state, f"{path} does not fit {MODEL} in")
     extra = "_extra_state"  # torch's key for the result of a module's get_extra_state
     tensors = {name: value for name, value in state.items() if not name.endswith(extra)}
-    model.load_state_dict({n: weights[n] for n in state.keys() - tensors.keys()}, strict=False)
+    first_name: dict[tuple, str] = {}  # of the tensors that share memory
     for name, tensor in tensors.items():
-        distributed.local_shards([tensor])[0].copy_(distributed.local_rows(weights[name], tensor))
+        local, whole = distributed.local_shards([tensor])[0], weights[name]
+        local.copy_(distributed.local_rows(whole, tensor))
+        tied = first_name.setdefault((local.data_ptr(), local.shape, local.stride()), name)
+        if tied != name and local.numel() and not torch.equal(weights[tied], whole):
+            raise UserError(f"{path} has two values for {tied} and {name}, which model.py ties")
+    # last, because it calls hooks
+    model.load_state_dict({n: weights[n] for n in state.keys() - tensors.keys()}, strict=False)
     check_finite(tensors, path, model)
 
 

@@ -113,8 +113,10 @@ def compile_model(
         part._compiled_call_impl = None
     if not plan.compiled:
         return model
-    # TORCHDYNAMO_SUPPRESS_ERRORS would silently run code that cannot be compiled.
+    # Variables of the environment set these: code that cannot be compiled would run silently,
+    # evaluations would use the trial step's weights, and any mode would record CUDA graphs.
     torch._dynamo.config.suppress_errors = False
+    torch._inductor.config.freezing = torch._inductor.config.triton.cudagraphs = False
     torch._dynamo.config.skip_nnmodule_hook_guards = False  # also call hooks added later
     # Each block may use its own constants, such as its index, in training and in evaluation. Code
     # with more versions than that runs eagerly, and torch says so.

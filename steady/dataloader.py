@@ -230,7 +230,7 @@ class DataLoader:
         process: Process = SINGLE_PROCESS,
         offset: int = 0,
     ):
-        if not accumulation:
+        if accumulation < process.world_size:
             raise UserError(
                 f"an iteration has fewer sequences than one micro-batch ({batch_size}): settings "
                 "must be changed above the call of configure()"
@@ -294,7 +294,8 @@ def eval_batches(
         mine = starts[first + process.rank * batch_size :][:batch_size]
         windows = file.windows(np.resize(mine if len(mine) else starts, batch_size))
         tokens, targets = to_batch(windows, process.device)
-        targets[len(mine) :] = -1
+        if len(mine):  # a batch without windows has a weight of 0, so its targets may stay
+            targets[len(mine) :] = -1
         yield *moved((tokens, targets), process.device), len(mine) / n_sequences
 
 

@@ -156,7 +156,7 @@ def logits_of(model: GPT, tokens: Tensor, **more: Any) -> Tensor:
     """The model's logits (B, T, V). An edited one may return them with a loss, as nanoGPT's
     does: (logits, loss); or under the name `logits`, as transformers' models do."""
     found = model(tokens, **more)
-    if isinstance(found, Tensor):
+    if isinstance(found, Tensor) and found.dim() == 3:
         return found
     named = found.get if isinstance(found, Mapping) else partial(getattr, found)
     parts = [named("logits", None), *(found if isinstance(found, tuple | list) else ())]

@@ -45,6 +45,32 @@ def test_round_trip(tmp_path):
     assert os.listdir(tmp_path) == ["ckpt.pt"]
 
 
+def test_a_loss_may_be_a_tensor_and_the_model_one_that_you_have_compiled(tmp_path):
+    layer = torch.nn.Linear(1, 1)
+    content = {"model": torch.compile(layer), "best_val_loss": torch.tensor(2.5)}
+    checkpoint.save(tmp_path / "best.pt", content)
+    loaded = checkpoint.read(tmp_path / "best.pt")
+    assert loaded["best_val_loss"] == 2.5 and type(loaded["best_val_loss"]) is float
+    assert loaded["model"].keys() == {"weight", "bias"}  # not _orig_mod.weight (F28)
+
+
+def test_hooks_are_called_once_the_weights_are_loaded():
+    layer, seen = torch.nn.Linear(1, 1), []
+    layer.register_load_state_dict_post_hook(lambda layer, _: seen.append(layer.weight.item()))
+    weights = {"weight": torch.full((1, 1), 7.0), "bias": torch.zeros(1)}
+    checkpoint.load_weights(layer, weights, Path("best.pt"))
+    assert seen == [7.0]
+
+
+def test_weights_that_were_untied_do_not_fit_a_model_that_ties_them():
+    model = torch.nn.ModuleDict({"a": torch.nn.Linear(2, 2), "b": torch.nn.Linear(2, 2)})
+    weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    model["b"].weight = model["a"].weight
+    with pytest.raises(ValueError, match="two values for a.weight and b.weight, which model.py"):
+        checkpoint.load_weights(model, weights, Path("best.pt"))
+    checkpoint.load_weights(model, weights | {"b.weight": weights["a.weight"]}, Path("best.pt"))
+
+
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 def test_f19_weights_that_are_not_finite_replace_no_good_ones(tmp_path, value):
     path = tmp_path / "ckpt.pt"

@@ -186,6 +186,18 @@ def test_f48_suppressed_errors_of_the_compiler_are_seen(monkeypatch):
         assert not torch._dynamo.config.suppress_errors
 
 
+def test_evaluations_use_the_current_weights_whatever_the_environment_says():
+    """TORCHINDUCTOR_FREEZING=1 made the weights constants of the compiled code."""
+    layer, x = torch.nn.Linear(2, 1), torch.ones(1, 2)
+    with torch._inductor.config.patch({"freezing": True, "triton.cudagraphs": True}):
+        compiled = compiling.compile_model(layer, Plan(None, "default", False))
+        assert not torch._inductor.config.triton.cudagraphs
+        with torch.no_grad():
+            before = compiled(x).clone()
+            layer.weight += 1.0
+            torch.testing.assert_close(compiled(x), before + 2.0)
+
+
 def test_f48_a_cache_folder_that_cannot_be_written_is_replaced(monkeypatch):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/dev/null/cache")
     plan = compiling.plan(True, "default", torch.device("cpu"))

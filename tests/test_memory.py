@@ -6,7 +6,7 @@ import torch
 from steady import distributed, hardware
 from steady.compiling import Plan
 from steady.distributed import Process
-from steady.memory import batch_sizes, fit, require_room, rough_gib
+from steady.memory import batch_sizes, fit, require_room, rough_gib, undone
 
 EAGER = Plan("compile=False", "default", False)
 GPT2 = {"n_layer": 12, "n_embd": 768, "vocab_size": 50304, "block_size": 1024, "eval_only": False,
@@ -164,3 +164,16 @@ def test_f50_a_batch_beyond_all_memory_is_split_by_arithmetic(monkeypatch):
     monkeypatch.setattr(hardware, "available_memory_gib", lambda device: 1.0)
     with pytest.raises(ValueError, match=r"too little memory \(estimated\): use"):
         fit_alone(None, 10**6, 10**6)
+
+
+def test_the_trial_leaves_attributes_and_empty_buffers_as_they_were():
+    """A running load that is None until the first batch began with the trial's zeros."""
+    layer = torch.nn.Linear(1, 1)
+    layer.register_buffer("running", None)
+    layer.load, layer.calls = None, 0
+    optimizer = torch.optim.SGD(layer.parameters())
+    with undone(layer, optimizer, EAGER):
+        layer.running = layer.load = torch.ones(1)
+        layer.calls += 1
+        layer.cached = 3
+    assert layer.running is None and layer.load is None and layer.calls == 0 and layer.cached == 3

@@ -786,3 +786,5 @@ def test_logits_are_found_beside_a_loss(loss):
     assert logits_of(model, None) is logits
     with pytest.raises(ValueError, match="sampling needs logits"):
         logits_of(lambda _: {"hidden": beside["hidden"]}, None)
+    with pytest.raises(ValueError, match="sampling needs logits"):
+        logits_of(lambda _: logits[0], None)  # a classifier's

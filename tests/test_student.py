@@ -884,20 +884,6 @@ def test_data_that_ends_is_an_error(student, sums, tmp_path):
         student(copy, "train.py", *SETTINGS, f"--dataset={sums}", f"--out_dir={tmp_path / 'out'}")
 
 
-def test_an_evaluation_ignores_the_losses_of_padding(student, sums, tmp_path):
-    """With several processes some batches are only padding, whose mean loss is NaN in PyTorch."""
-    steps = "micro_steps = sequences_per_iter // fit"
-    edit = Edit(
-        ((LOSS, "            return F.cross_entropy(self.lm_head(x), targets.flatten(),"
-                " ignore_index=-1)"),),
-        ((steps, "ones = torch.ones(1, 8, dtype=torch.int64)\n"
-                 "assert evaluate(model, [(ones, ones, 1.0), (ones, -ones, 0.0)]).isfinite()\n"
-                 + steps),),
-    )  # fmt: skip
-    copy = edited(edit, tmp_path / "copy")
-    student(copy, "train.py", *SETTINGS, f"--dataset={sums}", f"--out_dir={tmp_path / 'out'}")
-
-
 def test_settings_are_computed_below_configure(student, sums, tmp_path):
     line = "config = configure(globals())\n"
     edit = Edit((), ((line, line + "learning_rate = learning_rate * batch_size\n"),))
