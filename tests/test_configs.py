@@ -30,6 +30,8 @@ def names_read(source: str) -> set[str]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant):
             names.add(node.slice.value)
+        if isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "get" and node.args:
+            names.add(getattr(node.args[0], "value", None))
     return names
 
 

@@ -339,14 +339,14 @@ def test_fsdp_launches_fp8_kernels_from_cpp_if_it_can(monkeypatch, tmp_path, com
     0.68 of one GPU's rate each, and at 0.84 with launches from C++."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))  # else nothing is compiled
     torch._dynamo.reset()
+    patched = {"cpp_wrapper": False}  # restored at the end; monkeypatch would delete cpp.cxx
     if compiler_works:  # for 15 s: only test_gpu.py waits for it
         monkeypatch.setattr(torch, "compile", lambda function, mode=None: function)
     else:
-        compilers = torch._inductor.config.cpp, "cxx", (None, str(tmp_path / "missing"))
-        monkeypatch.setattr(*compilers)
+        patched["cpp.cxx"] = None, str(tmp_path / "missing")
     model = GPT(GPTConfig(block_size=8, vocab_size=64, n_layer=2, n_head=2, n_embd=32))
     replace_layers(model)
-    with torch._inductor.config.patch(cpp_wrapper=False):  # restores it at the end
+    with torch._inductor.config.patch(patched):
         compiling.compile_model(model, Plan(None, "default", False), sharded=True)
         assert torch._inductor.config.cpp_wrapper == compiler_works
 
