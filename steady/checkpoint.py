@@ -70,7 +70,7 @@ def as_saved(content: dict[str, Any]) -> dict[str, Any]:
     saved = {}
     for key, value in content.items():
         value = getattr(value, "_orig_mod", value)  # the model in one that you have compiled
-        if EVERYTHING.get(key) in (int, float) and isinstance(value, Tensor):
+        if key == "best_val_loss" and isinstance(value, Tensor) and value.numel() == 1:
             value = value.item()
         saved[key] = dict(value.state_dict()) if hasattr(value, "state_dict") else value
         if key == "optimizer" and hasattr(value, "state_dict"):
@@ -128,7 +128,7 @@ def save(
 
     Raises UserError for weights that are not finite, so that they never replace good ones.
     """
-    model = content.get("model")
+    model = getattr(content.get("model"), "_orig_mod", content.get("model"))
     content = {"format": FORMAT, "launch": distributed.launch_id()} | as_saved(content)
     require_plain(content, path)
     if not process.shards_model:
@@ -632,6 +632,7 @@ def load_weights(
     """Load the weights from `path` into `model`, with fsdp only this process's part. Raises
     UserError if they are another model's or not finite. strict: False keeps the initial values of
     tensors that the file lacks."""
+    model = getattr(model, "_orig_mod", model)  # saved without that prefix, see as_saved
     distributed.own_memory(p for p in model.parameters() if 0 in p.stride())  # expanded
     state = model.state_dict()
     if not strict:
@@ -644,11 +645,13 @@ def load_weights(
         local, whole = distributed.local_shards([tensor])[0], weights[name]
         local.copy_(distributed.local_rows(whole, tensor))
         tied = first_name.setdefault((local.data_ptr(), local.shape, local.stride()), name)
-        if tied != name and local.numel() and not torch.equal(weights[tied], whole):
+        same = tied == name or not local.numel() or torch.equal(weights[tied], whole)
+        if not same and weights[tied].isfinite().all():
             raise UserError(f"{path} has two values for {tied} and {name}, which model.py ties")
-    # last, because it calls hooks
-    model.load_state_dict({n: weights[n] for n in state.keys() - tensors.keys()}, strict=False)
     check_finite(tensors, path, model)
+    # last, because it calls hooks, which see all weights
+    extras = {name: weights[name] for name in state.keys() - tensors.keys()}
+    model.load_state_dict(tensors | extras, strict=False)
 
 
 def find(out_dir: Path, name: str = "") -> Path:

@@ -170,10 +170,10 @@ def fit(
 @contextlib.contextmanager
 def undone(model: nn.Module, optimizer: Any, plan: Plan) -> Iterator[None]:
     """At the end of the `with` block, undo the trial step in it: drop the gradients, and give the
-    modules' buffers and attributes their earlier values. In the block, the optimizer's step only
-    calls its closure. Prints a note if parameters were changed in place nevertheless."""
+    buffers their earlier values. In the block, the optimizer's step only calls its closure. Prints
+    a note if parameters were changed in place nevertheless."""
     before = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
-    attributes = {m: (vars(m).copy(), m._buffers.copy()) for m in model.modules()}
+    empty = [(m, name) for m in model.modules() for name, b in m._buffers.items() if b is None]
     versions = {p: p._version for p in model.parameters() if not p.is_inference()}
     try:
         with mock.patch.object(optimizer, "step", lambda closure=None: closure and closure()):
@@ -183,20 +183,20 @@ def undone(model: nn.Module, optimizer: Any, plan: Plan) -> Iterator[None]:
         if changed:
             print(
                 f"note: the trial step, on a batch of zeros, has changed {', '.join(changed[:5])}: "
-                "only changes of buffers and attributes are undone before training"
+                "only changes of buffers are undone before training"
             )
     finally:
         for holder in (optimizer, model):  # the model too: the optimizer may lack some parameters
             holder.zero_grad(set_to_none=not plan.cuda_graphs)
         for name, buffer in model.named_buffers():
-            old = before.get(name, buffer)
+            old = before.get(name, buffer)  # keep a buffer that the step registered
             if buffer.shape != old.shape:
                 buffer.data = old
             elif not torch.equal(buffer, old):
                 buffer.detach().copy_(old)
-        for module, (values, buffers) in attributes.items():  # new ones stay
-            vars(module).update(values)
-            module._buffers.update({name: None for name in buffers if buffers[name] is None})
+        for module, name in empty:
+            if module._buffers.get(name) is not None:
+                module._buffers[name] = None
 
 
 def attempt(

@@ -47,19 +47,23 @@ def test_round_trip(tmp_path):
 
 def test_a_loss_may_be_a_tensor_and_the_model_one_that_you_have_compiled(tmp_path):
     layer = torch.nn.Linear(1, 1)
-    content = {"model": torch.compile(layer), "best_val_loss": torch.tensor(2.5)}
+    layer.mask = torch.nn.Parameter(torch.tensor(-torch.inf), requires_grad=False)
+    compiled = torch.compile(layer)
+    content = {"model": compiled, "best_val_loss": torch.tensor(2.5)}
     checkpoint.save(tmp_path / "best.pt", content)
     loaded = checkpoint.read(tmp_path / "best.pt")
     assert loaded["best_val_loss"] == 2.5 and type(loaded["best_val_loss"]) is float
-    assert loaded["model"].keys() == {"weight", "bias"}  # not _orig_mod.weight (F28)
+    assert loaded["model"].keys() == {"weight", "bias", "mask"}  # not _orig_mod.weight (F28)
+    checkpoint.load_weights(compiled, loaded["model"], Path("best.pt"))
 
 
-def test_hooks_are_called_once_the_weights_are_loaded():
+def test_hooks_on_loading_see_all_weights():
     layer, seen = torch.nn.Linear(1, 1), []
     layer.register_load_state_dict_post_hook(lambda layer, _: seen.append(layer.weight.item()))
+    layer.register_load_state_dict_pre_hook(lambda layer, state, *_: seen.append(len(state)))
     weights = {"weight": torch.full((1, 1), 7.0), "bias": torch.zeros(1)}
     checkpoint.load_weights(layer, weights, Path("best.pt"))
-    assert seen == [7.0]
+    assert seen == [2, 7.0]
 
 
 def test_weights_that_were_untied_do_not_fit_a_model_that_ties_them():

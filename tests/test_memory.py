@@ -166,14 +166,12 @@ def test_f50_a_batch_beyond_all_memory_is_split_by_arithmetic(monkeypatch):
         fit_alone(None, 10**6, 10**6)
 
 
-def test_the_trial_leaves_attributes_and_empty_buffers_as_they_were():
+def test_the_trial_leaves_empty_buffers_as_they_were():
     """A running load that is None until the first batch began with the trial's zeros."""
-    layer = torch.nn.Linear(1, 1)
+    layer = torch.nn.Sequential(torch.jit.script(torch.nn.SiLU()))
+    layer.append(torch.nn.Linear(1, 1))
     layer.register_buffer("running", None)
-    layer.load, layer.calls = None, 0
     optimizer = torch.optim.SGD(layer.parameters())
     with undone(layer, optimizer, EAGER):
-        layer.running = layer.load = torch.ones(1)
-        layer.calls += 1
-        layer.cached = 3
-    assert layer.running is None and layer.load is None and layer.calls == 0 and layer.cached == 3
+        layer.running = torch.ones(1)
+    assert layer.running is None
