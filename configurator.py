@@ -110,7 +110,7 @@ def read_settings(script: str | Path) -> dict[str, Setting]:
         name = getattr(target, "id", "_")
         if name.isupper() or name.startswith("_"):
             continue  # a constant, or private
-        try:  # such as 5 * 8, or learning_rate / 10; not what other functions return
+        try:  # such as 5 * 8, or learning_rate / 10; not the results of other functions
             earlier = {name: setting.default for name, setting in settings.items()}
             code = compile(ast.Expression(node.value), str(script), "eval")
             default = eval(code, {"__builtins__": ARITHMETIC} | earlier)

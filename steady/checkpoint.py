@@ -69,7 +69,6 @@ def as_saved(content: dict[str, Any]) -> dict[str, Any]:
     numbers with Python's, and a loss that is a tensor with a number."""
     saved = {}
     for key, value in content.items():
-        value = getattr(value, "_orig_mod", value)  # the model in one that you have compiled
         if key == "best_val_loss" and isinstance(value, Tensor) and value.numel() == 1:
             value = value.item()
         saved[key] = dict(value.state_dict()) if hasattr(value, "state_dict") else value
@@ -128,7 +127,9 @@ def save(
 
     Raises UserError for weights that are not finite, so that they never replace good ones.
     """
-    model = getattr(content.get("model"), "_orig_mod", content.get("model"))
+    # a model that you have compiled is saved under its own names
+    content = {key: getattr(value, "_orig_mod", value) for key, value in content.items()}
+    model = content.get("model")
     content = {"format": FORMAT, "launch": distributed.launch_id()} | as_saved(content)
     require_plain(content, path)
     if not process.shards_model:
@@ -632,7 +633,7 @@ def load_weights(
     """Load the weights from `path` into `model`, with fsdp only this process's part. Raises
     UserError if they are another model's or not finite. strict: False keeps the initial values of
     tensors that the file lacks."""
-    model = getattr(model, "_orig_mod", model)  # saved without that prefix, see as_saved
+    model = getattr(model, "_orig_mod", model)  # as in `save`
     distributed.own_memory(p for p in model.parameters() if 0 in p.stride())  # expanded
     state = model.state_dict()
     if not strict:

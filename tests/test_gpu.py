@@ -295,7 +295,7 @@ def test_f12_dropout_that_is_recomputed_is_the_same(kind, mode, monkeypatch):
         )
     if kind != "naive":
         use_activation_checkpointing(model, kind)
-    elif mode == "off":  # attention is not recomputed, but what is drawn after it is
+    elif mode == "off":  # attention is not recomputed, but numbers drawn after it are
         monkeypatch.setattr(recompute, "keep_or_recompute", recompute.ATTENTION)
         use_activation_checkpointing(model, "selective")
     else:  # recomputes attention
