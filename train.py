@@ -30,7 +30,7 @@ from steady.distributed import reshard
 from steady.float8 import use_float8
 from steady.generate import sample_while_training
 from steady.memory import undone
-from steady.optim import AveragedWeights, StaticGradients, schedule_end, set_second_target
+from steady.optim import AveragedWeights, own_gradients, schedule_end, set_second_target
 from steady.recompute import use_activation_checkpointing
 from steady.runlog import RunLog
 from steady.stop import Saving, StopRequest, stop_message
@@ -145,9 +145,6 @@ scaler = torch.amp.GradScaler(process.device.type, enabled=process.dtype == torc
 if not eval_only:
     start.load_optimizer(opt, scaler)
 averages = AveragedWeights(raw_model, average_weights, start.average)
-parameters = [p for p in raw_model.parameters() if p.requires_grad]
-# CUDA graphs need every .grad to stay at the same address
-static_gradients = StaticGradients(parameters, plan.cuda_graphs)
 
 # sequences per iteration, and per evaluated file. Splitting a batch to fit into memory changes
 # neither
@@ -188,8 +185,8 @@ def forward_backward(model: torch.nn.Module, micro_batches: Iterable, halve: boo
             torch.compiler.cudagraph_mark_step_begin()  # lets graphs reuse memory
         with autocast:
             micro_loss = model(tokens, targets) * share
-        scaler.scale(micro_loss).backward()
-        static_gradients.keep()
+        with own_gradients(raw_model, plan.cuda_graphs):  # a graph's are overwritten
+            scaler.scale(micro_loss).backward()
         loss += micro_loss.detach()
     return loss
 
@@ -231,7 +228,7 @@ def trial(micro_batch_size: int) -> torch.nn.Module:
     micro_steps = sequences_per_iter // process.world_size // micro_batch_size
     # CUDA graphs need 3 runs (warm up, record, replay), others 2 (create .grad, then add to it)
     runs = 0 if eval_only else 3 if plan.cuda_graphs else min(2, micro_steps)
-    with undone(raw_model, opt, plan):  # its gradients, and updates of buffers
+    with undone(raw_model, opt):  # its gradients, and updates of buffers
         for halve in (True, False) if iter_num < short_iters else (False,):
             forward_backward(model, [(tokens, targets)] * runs, halve)
         if eval_interval or eval_only:
@@ -336,7 +333,7 @@ with saving:  # from here on a signal ends the run after its step; before, at on
             read_numbers = hardware.to_host_async(loss, grad_norm, skipped)
         scaler.step(opt)
         scaler.update()
-        opt.zero_grad(set_to_none=not plan.cuda_graphs)
+        opt.zero_grad()
         averages.update(iter_num)
         iter_num += 1
 

@@ -168,7 +168,7 @@ def fit(
 
 
 @contextlib.contextmanager
-def undone(model: nn.Module, optimizer: Any, plan: Plan) -> Iterator[None]:
+def undone(model: nn.Module, optimizer: Any) -> Iterator[None]:
     """At the end of the `with` block, undo the trial step in it: drop the gradients, and give the
     buffers their earlier values. In the block, the optimizer's step only calls its closure. Prints
     a note if parameters were changed in place nevertheless."""
@@ -187,7 +187,7 @@ def undone(model: nn.Module, optimizer: Any, plan: Plan) -> Iterator[None]:
             )
     finally:
         for holder in (optimizer, model):  # the model too: the optimizer may lack some parameters
-            holder.zero_grad(set_to_none=not plan.cuda_graphs)
+            holder.zero_grad()
         for name, buffer in model.named_buffers():
             old = before.get(name, buffer)  # keep a buffer that the step registered
             if buffer.shape != old.shape:

@@ -360,32 +360,34 @@ def load_state(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
         )
 
 
-class StaticGradients:
-    """Gradients that stay in place from step to step, as CUDA graphs need (F01): a graph's backward
-    pass returns gradients in memory that its next replay overwrites. (The usual advice, marking
-    steps or cloning activations, does not help.)
+@contextlib.contextmanager
+def own_gradients(model: nn.Module, cuda_graphs: bool) -> Iterator[None]:
+    """Run a backward pass in this `with` block. If it is a CUDA graph, its gradients are in memory
+    that the next replay overwrites (F01), so add them to the earlier ones, or copy them, at the end
+    of the block. (The usual advice, marking steps or cloning activations, does not help.)
 
-    A parameter that never gets a gradient keeps None. After its first gradient it keeps a tensor,
-    which is zero in steps without a gradient.
+    Until then each `.grad` is set aside, so that one kernel can add many gradients. A parameter
+    with a hook that autograd calls after its addition keeps that addition.
     """
-
-    def __init__(self, parameters: list[nn.Parameter], enabled: bool):
-        self.parameters = parameters if enabled else []
-        self.kept: dict[nn.Parameter, Tensor] = {}
-
-    def keep(self) -> None:
-        """Call after every backward pass."""
-        for parameter in self.parameters:
-            if not parameter.requires_grad:  # frozen in mid-run: no update, not even for momentum
-                parameter.grad = None
-            gradient, own = parameter.grad, self.kept.get(parameter)
-            if gradient is None or gradient is own:
-                continue
-            if own is None:
-                own = self.kept[parameter] = gradient.clone()
-            else:  # zero_grad() has set the gradient to None
-                own.copy_(gradient)
-            parameter.grad = own
+    if not cuda_graphs:
+        yield
+        return
+    earlier = {p: p.grad for p in model.parameters()}
+    set_aside = [p for p, grad in earlier.items() if not p._post_accumulate_grad_hooks]
+    for p in set_aside:
+        p.grad = None
+    yield
+    with torch.no_grad():
+        new = [p for p, grad in earlier.items() if p.grad is not None and p.grad is not grad]
+        first = [p for p in new if earlier[p] is None]
+        more = [p for p in new if earlier[p] is not None]
+        if first:
+            copies = torch._foreach_mul([p.grad for p in first], 1.0)  # there is no _foreach_clone
+            earlier |= zip(first, copies, strict=True)
+        if more:
+            torch._foreach_add_([earlier[p] for p in more], [p.grad for p in more])
+        for p in (*new, *set_aside):
+            p.grad = earlier[p]
 
 
 class AveragedWeights:

@@ -27,7 +27,7 @@ from steady import ALLOCATOR_VARIABLES, compiling, distributed, environment, flo
 from steady.distributed import Process
 from steady.generate import generate
 from steady.loss import linear_cross_entropy
-from steady.optim import StaticGradients
+from steady.optim import own_gradients
 from steady.prepare import split_text, write_dataset
 from steady.recompute import use_activation_checkpointing
 from steady.runlog import read_metrics
@@ -262,11 +262,11 @@ def directional(model, function, tokens, targets, eps=1e-2):
         return function(tokens, targets)
 
     parameters = list(model.parameters())
-    gradients = StaticGradients(parameters, enabled=True)
     for _ in range(3):  # a graph's warm-up, recording, replay
-        model.zero_grad(set_to_none=False)
-        loss().backward()
-        gradients.keep()
+        model.zero_grad()
+        value = loss()
+        with own_gradients(model, cuda_graphs=True):
+            value.backward()
     length = torch.nn.utils.get_total_norm([p.grad for p in parameters])
     assert loss().item() == loss().item()
 
@@ -355,16 +355,15 @@ def accumulate(keep, mark=True, clone=False, micro_steps=8, **options):
     torch.manual_seed(0)
     model = Tied().cuda()
     batches = torch.randint(64, (3, micro_steps, 4, 16), device="cuda")
-    gradients = StaticGradients(list(model.parameters()), enabled=keep)
     compiled = torch.compile(model, mode="reduce-overhead", **options)
     for step in batches:
-        model.zero_grad(set_to_none=not keep)
+        model.zero_grad()
         for x in step:
             if mark:
                 torch.compiler.cudagraph_mark_step_begin()
             loss = compiled(x)
-            (loss.clone() if clone else loss).backward()
-            gradients.keep()
+            with own_gradients(model, cuda_graphs=keep):
+                (loss.clone() if clone else loss).backward()
     expected = Tied().cuda()
     expected.load_state_dict(model.state_dict())
     for x in batches[-1]:
@@ -931,15 +930,15 @@ def test_f52_compiled_fp8_gradients_are_those_of_eager_code(kind, mode):
     torch._dynamo.reset()
     model, plan = small_model_in_float8(kind), compiling.plan(True, mode, torch.device("cuda"))
     tokens, targets = torch.randint(512, (2, 8, 128), device="cuda")
-    gradients = StaticGradients(list(model.parameters()), enabled=True)
 
     def gradient_of(function):
         for _ in range(3):  # a graph's warm-up, recording, replay
-            model.zero_grad(set_to_none=False)
+            model.zero_grad()
             torch.compiler.cudagraph_mark_step_begin()
             with torch.autocast("cuda", torch.bfloat16):
-                function(tokens, targets).backward()
-            gradients.keep()
+                loss = function(tokens, targets)
+            with own_gradients(model, cuda_graphs=True):
+                loss.backward()
         return [p.grad.clone() for p in model.parameters()]
 
     eager = gradient_of(model)

@@ -172,6 +172,6 @@ def test_the_trial_leaves_empty_buffers_as_they_were():
     layer.append(torch.nn.Linear(1, 1))
     layer.register_buffer("running", None)
     optimizer = torch.optim.SGD(layer.parameters())
-    with undone(layer, optimizer, EAGER):
+    with undone(layer, optimizer):
         layer.running = torch.ones(1)
     assert layer.running is None

@@ -62,7 +62,9 @@ def in_gpt(line):
 
 
 OPTIMIZER = "opt = optim.build_optimizer(raw_model, config, plan.compiled, process.dtype)"
-BACKWARD = "        scaler.scale(micro_loss).backward()"
+BACKWARD = """\
+        with own_gradients(raw_model, plan.cuda_graphs):  # a graph's are overwritten
+            scaler.scale(micro_loss).backward()"""
 UNSCALE = "        scaler.unscale_(opt)"
 
 SCHEDULE = "        lr = optim.set_schedule(opt, iter_num, config)"
@@ -89,7 +91,7 @@ EDITS = {
          ("weight * model(tokens, targets)", "weight * model(tokens, targets)[1]")),
         changes_loss=False),
     "gradient_noise": Edit(train=(  # the same on all processes
-        (UNSCALE, UNSCALE + "\n        for p in parameters:\n"
+        (UNSCALE, UNSCALE + "\n        for p in raw_model.parameters():\n"
                             "            p.grad += 0.01 * torch.randn_like(p.grad)"),)),
     "own_schedule_without_settings_of_the_old_one": Edit(train=(
         (SCHEDULE, "        lr = learning_rate * 0.9**iter_num\n"
@@ -313,23 +315,23 @@ EDITS = {
     "hooks_see_gradients": Edit(
         (), ((BACKWARD, "        seen = []\n"
                         "        handles = [p.register_hook(lambda g: seen.append(g.norm()))"
-                        " for p in parameters]\n" + BACKWARD + "\n"
-                        "        assert len(seen) == len(parameters) and all(g > 0 for g in seen)\n"
+                        " for p in raw_model.parameters()]\n" + BACKWARD + "\n"
+                        "        assert len(seen) == len(handles) and all(g > 0 for g in seen)\n"
                         "        [handle.remove() for handle in handles]"),), changes_loss=False
     ),
     "autograd_grad": Edit(
-        (), ((BACKWARD, "        found = torch.autograd.grad(micro_loss, parameters,"
+        (), ((BACKWARD, "        found = torch.autograd.grad(micro_loss, raw_model.parameters(),"
                         " retain_graph=True)\n"
                         "        assert all(g is not None for g in found)\n" + BACKWARD),),
         changes_loss=False
     ),
-    "plain_zero_grad": Edit(
-        (), (("        scaler.update()\n        opt.zero_grad(set_to_none=not plan.cuda_graphs)",
-              "        scaler.update()\n        opt.zero_grad()"),),
+    "gradients_set_to_zero": Edit(
+        (), (("        opt.zero_grad()", "        opt.zero_grad(set_to_none=False)"),),
         changes_loss=False
     ),
     "gradients_changed_by_hand": Edit(
-        (), ((UNSCALE, "        for p in parameters:\n            p.grad.sign_()\n" + UNSCALE),)
+        (), ((UNSCALE, "        for p in raw_model.parameters():\n"
+                       "            p.grad.sign_()\n" + UNSCALE),)
     ),
     "no_clipping": Edit(
         (), (("optim.clip_gradients(opt, grad_clip)", "torch.zeros((), device=process.device)"),
@@ -342,7 +344,7 @@ EDITS = {
              ("        iter_num += 1\n",
               "        iter_num += 1\n"
               "        with torch.no_grad():\n"
-              "            for a, b in zip(average.parameters(), parameters, strict=True):\n"
+              "            for a, b in zip(average.parameters(), raw_model.parameters()):\n"
               "                a.lerp_(b, 0.5)\n"
               "            assert evaluate(average, [(torch.zeros(1, 8, dtype=torch.int64,"
               " device=process.device),) * 2 + (1.0,)]).isfinite()\n")),
