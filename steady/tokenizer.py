@@ -266,14 +266,19 @@ class HFTokenizer:
 
     def encode_prompt(self, text: str) -> list[int]:
         """Like `encode`, but encodes special tokens in the text as tokens."""
-        end = [] if self.end_of_text is None else [self.end_of_text]
-        spelling = self.tokenizer.decode(end, skip_special_tokens=False)
-        # ids that the tokenizer itself makes of a special token's name
-        known = {*self.added, *(self.encode(spelling) if spelling else [])}
-        if spelling and self.end_of_text not in known and spelling in text:
-            parts = [self.encode_prompt(part) for part in text.split(spelling)]
-            return parts[0] + [id for part in parts[1:] for id in (self.end_of_text, *part)]
+        end = self.end_of_text
+        name = "" if end is None else self.tokenizer.decode([end], skip_special_tokens=False)
+        if name and name in text and end not in self.added and not self.makes(end, name):
+            parts = [self.encode_prompt(part) for part in text.split(name)]
+            return parts[0] + [id for part in parts[1:] for id in (end, *part)]
         return self.encoding_of(self.tokenizer, text).ids
+
+    def makes(self, id: int, text: str) -> bool:
+        """Whether `text` encodes to that id, among others."""
+        try:
+            return id in self.encode(text)
+        except UserError:  # a vocabulary without an unknown token
+            return False
 
     def encoding_of(self, tokenizer: Any, text: str) -> Any:
         try:
@@ -493,19 +498,22 @@ def hf_tokenizer_meta(folder: Path) -> dict[str, Any]:
             ends.append(id)
     before, after = added_by_template(tokenizer, path)
     names = [spelling(content.get("eos_token")) for content in (settings, special)]
-    if named := [vocabulary[name] for name in names if name in vocabulary]:
-        # a config.json may have transformers' default ids, which this tokenizer gives to letters
-        added = {*tokenizer.tokenizer.get_added_tokens_decoder()}
-        unknown = vocabulary.get(spelling(settings.get("unk_token")))
-        usable = (added - {*before, unknown}) | {*named}
+    named = [vocabulary[name] for name in names if name in vocabulary]
+    # a config.json may have transformers' default ids, which this tokenizer gives to other tokens
+    usable = {*tokenizer.tokenizer.get_added_tokens_decoder()}
+    if not named:  # files without added tokens may have </s> or [EOS] as a word
+        usable |= {id for name, id in vocabulary.items() if re.fullmatch(r"<.+>|\[.+\]", name)}
+        usable = usable or {*ends}
+    usable = usable - {*before, vocabulary.get(spelling(settings.get("unk_token")))} | {*named}
+    if ends and (named or ends[0] not in usable):
         for id in dict.fromkeys(id for id in ends if id not in usable):
             print(
                 f"note: eos_token_id={id} in {folder} is {tokenizer.tokenizer.id_to_token(id)!r}, "
-                f"which ends no text: ignored for {tokenizer.tokenizer.id_to_token(named[0])!r}"
+                "which ends no text: ignored"
             )
-        ends = [id for id in ends if id in usable] + named
-    ends = list(dict.fromkeys(ends))
-    ends += after[:1] if not ends else []
+        ends = [id for id in ends if id in usable]
+    ends = [*ends, *named] if {*ends} & {*named} else [*named, *ends]
+    ends = list(dict.fromkeys(ends)) or after[:1]
     if len(before) > 1:
         raise UserError(f"{path} puts {len(before)} tokens before a text: at most one is supported")
     adds = settings.get("add_bos_token")
@@ -636,7 +644,7 @@ def write_hf_tokenizer(
         "add_eos_token": False,
     }
     if end is not None:
-        settings.setdefault("eos_token", written.id_to_token(end))
+        settings["eos_token"] = settings.get("eos_token") or written.id_to_token(end)
         if not pretrained_files.get("tokenizer_config"):  # like GPT-2, use one token for both
             settings["bos_token"] = settings["eos_token"]
     if begin is not None:

@@ -3,6 +3,7 @@ import time
 
 import numpy as np
 import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
 
 from steady import UserError
 from steady.tokenizer import (
@@ -10,6 +11,7 @@ from steady.tokenizer import (
     CharTokenizer,
     GPT2Tokenizer,
     HFTokenizer,
+    encode_prompt,
     from_meta,
     hf_tokenizer_meta,
     load_tokenizer,
@@ -147,6 +149,35 @@ def test_an_id_that_ends_no_text_is_not_the_end_of_text(tmp_path, capsys, stale,
     meta = hf_tokenizer_meta(tmp_path)
     assert (meta["begin_of_text"], meta["end_of_text"], meta["stop_tokens"]) == (1, 3, [3])
     assert f"note: eos_token_id={stale} in {tmp_path} is {token}" in capsys.readouterr().out
+
+
+def test_the_named_token_separates_documents_if_no_other_file_agrees(tmp_path):
+    """transformers' default, 2, may be the id of another special token."""
+    named_end(tmp_path)
+    content = (tmp_path / "tokenizer.json").read_text()
+    tokenizer = Tokenizer.from_str(content.replace('"!"', '"<pad>"'))
+    tokenizer.add_special_tokens(["<pad>"])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    for ids, ends in ((2, [3, 2]), ([2, 3], [2, 3])):
+        (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": ids}))
+        assert hf_tokenizer_meta(tmp_path)["stop_tokens"] == ends
+
+
+@pytest.mark.parametrize(("stale", "end"), [(2, None), (3, 3)])
+def test_a_letter_is_not_the_end_of_text_if_no_file_names_one(tmp_path, capsys, stale, end):
+    named_end(tmp_path)
+    (tmp_path / "tokenizer_config.json").unlink()
+    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": stale}))
+    assert hf_tokenizer_meta(tmp_path)["end_of_text"] == end
+    assert ("is '!', which ends no text: ignored" in capsys.readouterr().out) == (end is None)
+
+
+def test_prompts_need_not_spell_the_end_of_text():
+    made = Tokenizer(models.WordLevel({"A": 0, "C": 1, "</s>": 2}, unk_token="?"))
+    made.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    tokenizer = HFTokenizer(made.to_str(), end_of_text=2)
+    assert encode_prompt(tokenizer, "AC") == [0, 1]
+    assert encode_prompt(tokenizer, "AC</s>A") == [0, 1, 2, 0]
 
 
 @pytest.mark.parametrize(
