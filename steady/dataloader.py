@@ -29,6 +29,7 @@ from steady.tokenizer import META_KEYS, check_meta, read_json
 Batch = tuple[torch.Tensor, torch.Tensor]  # tokens and targets, (batch_size, block_size) int64
 
 GPT2_VOCAB_SIZE = 50304  # for nanoGPT's bare .bin files: 50257, padded
+LLM_C_MAGIC = [n.to_bytes(4, "little") for n in (20240520, 20240801)]  # GPT-2's, Llama 3's ids
 SCAN_TOKENS = 2**28  # ids checked when a file is opened; the rest are checked as they are read
 
 
@@ -57,10 +58,10 @@ def read_meta(folder: Path) -> dict[str, Any]:
         raise UserError(f"no data set at {folder} (train.bin is missing): {remedy}")
     path = folder / "meta.json"
     meta = read_json(path)
-    if not meta and (folder / "meta.pkl").exists():
+    if "itos" in meta or not meta and (folder / "meta.pkl").exists():
         raise UserError(
-            f"{folder} has nanoGPT's meta.pkl but no meta.json: prepare the data set again with "
-            "steadyGPT's prepare.py of the same name, or with data/text/prepare.py"
+            f"{folder} has nanoGPT's meta.pkl, not steadyGPT's meta.json: prepare the data set "
+            "again with steadyGPT's prepare.py of the same name, or with data/text/prepare.py"
         )
     check_meta(meta, str(path), whole=True)
     return meta
@@ -171,9 +172,25 @@ class TokenFile:
             )
         self.file = open(path, "rb", buffering=0)
         self.reading = threading.Lock()  # evaluation and the loader's thread share a position
+        if not described:
+            self.check_format()
         scanned = min(self.n_tokens, SCAN_TOKENS)
         for start in range(0, scanned, 2**24):
             self.check(self.read(np.array([start]), min(2**24, scanned - start)))
+
+    def check_format(self) -> None:
+        """Raises UserError for two formats of other trainers, which would train as noise."""
+        ids = self.read(np.zeros(1, int), min(self.n_tokens, 2**20))[0]
+        if ids[: 4 // ids.itemsize].tobytes() in LLM_C_MAGIC:
+            raise UserError(
+                f"{self.path} is a shard of llm.c: remove its header of 1,024 bytes (tail -c +1025)"
+            )
+        if ids.itemsize == 2 and ids[1::2].max() <= 1 < ids[::2].max():
+            raise UserError(
+                f"{self.path} seems to have ids of 32 bits, as every second of 16 bits is 0 or 1: "
+                'add a meta.json such as {"tokenizer": "gpt2", "vocab_size": 50257, "dtype": '
+                '"uint32"}, or convert them to uint16'
+            )
 
     def check(self, ids: np.ndarray) -> None:
         """Raises UserError if an id is outside the vocabulary, before a GPU fails an assert."""

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 import torch
 
+from steady import UserError
 from steady.dataloader import (
     DataLoader,
     DataSet,
@@ -246,7 +247,7 @@ def test_missing_validation_file_and_broken_meta_are_named(tmp_path):
     summary = DataSet(str(tmp_path)).summary(8)
     assert summary.endswith("20 tokens, 8 per iteration (no meta.json: assuming GPT-2 tokens)")
     (tmp_path / "meta.pkl").write_bytes(b"")
-    with pytest.raises(ValueError, match="nanoGPT's meta.pkl but no meta.json: prepare the data"):
+    with pytest.raises(ValueError, match="nanoGPT's meta.pkl, not steadyGPT's meta.json: prepare"):
         read_meta(tmp_path)
     (tmp_path / "meta.pkl").unlink()
     (tmp_path / "meta.json").write_text(json.dumps({"vocab_size": 5}))
@@ -255,6 +256,24 @@ def test_missing_validation_file_and_broken_meta_are_named(tmp_path):
     (tmp_path / "meta.json").write_text("{")
     with pytest.raises(ValueError, match="meta.json cannot be read"):
         read_meta(tmp_path)
+
+
+def test_f49_files_of_other_trainers_are_not_trained_on_as_noise(tmp_path):
+    (tmp_path / "train.bin").touch()
+    (tmp_path / "meta.json").write_text('{"vocab_size": 15, "itos": {}, "stoi": {}}')
+    with pytest.raises(UserError, match="nanoGPT's meta.pkl, not steadyGPT's"):
+        read_meta(tmp_path)
+    for n_bits, header in ((16, 20240520), (32, 20240801)):
+        shard = np.array([header, 1, 100] + [0] * 253, np.int32).tobytes()
+        path = tmp_path / f"shard{n_bits}"
+        path.write_bytes(shard + np.arange(100, dtype=f"u{n_bits // 8}").tobytes())
+        with pytest.raises(UserError, match=r"shard of llm.c: remove its header .*tail -c \+1025"):
+            TokenFile(path, 8, 70000, f"uint{n_bits}")
+    path = write(tmp_path / "wide", [5, 70000, 3, 0] * 10, "uint32")
+    with pytest.raises(UserError, match='ids of 32 bits.*"dtype": "uint32"'):
+        TokenFile(path, 8, 70001)
+    assert TokenFile(path, 8, 70001, "uint32").n_tokens == 40
+    assert TokenFile(write(tmp_path / "ones", [1, 0] * 20), 8, 2).n_tokens == 40
 
 
 def test_a_bad_batch_ends_the_run_instead_of_hanging(tmp_path, monkeypatch):
