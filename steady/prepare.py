@@ -387,7 +387,9 @@ def prepare_from_hub(
                 where = f"document {row} of part {i + 1} of {n_shards}"
                 yield Piece("val" if held_out else "train", text, where, problem, i)
 
-    size = dataset.info.dataset_size or (0 if streaming else dataset.data.nbytes)
+    size = dataset.data.nbytes if not streaming else 0
+    if streaming and dataset.info.splits and split in dataset.info.splits:
+        size = dataset.info.splits[split].num_bytes or 0
     # a token takes two bytes and covers about four bytes of text
     write_tokens(folder, tokenizer, read, n_shards, size // 2, num_proc,
                  True, max_tokens, unit="shard", total=n_shards)  # fmt: skip

@@ -125,7 +125,8 @@ def reading(path: Path) -> Iterator[tuple[BinaryIO, BinaryIO]]:
             yield raw, io.BufferedReader(pyarrow.input_stream(raw, packing), READ_BYTES)
     except UserError:
         raise
-    except (OSError, EOFError, ValueError, RecursionError) as error:  # damaged, or a wrong name
+    except (OSError, EOFError, ValueError, NotImplementedError, RecursionError) as error:
+        # damaged, of an unsupported kind, or under a wrong name
         raise UserError(f"cannot read {path}: {error}") from None
 
 
@@ -141,11 +142,15 @@ def check_start(path: Path) -> None:
     with reading(path) as (_, file):
         text = decoded(path, decoder, file.read(2**16), 0)
     rows = re.match(r'\[?\s*\{\s*"[^"\n]*"\s*:', text.lstrip())
-    if kind == "text" and rows and unpacked_suffix(path) not in (".txt", ".md"):
+    if kind == "text" and unpacked_suffix(path) not in (".txt", ".md"):
         packed = path.suffix if path.suffix.lower() in PACKED else ""
-        raise UserError(
-            f"{path} holds rows of JSON: name it .jsonl{packed}, or .txt{packed} to read it as text"
-        )
+        # e.g. data.csv?download=true
+        table = re.search(r"(\.csv|\.tsv)(?![\w.])", path.name.lower())
+        if rows or table:
+            held, name = ("rows of JSON", ".jsonl") if rows else ("a table", table[1])
+            raise UserError(
+                f"{path} holds {held}: name it {name}{packed}, or .txt{packed} to read it as text"
+            )
 
 
 def decoded(path: Path, decoder: Any, block: bytes, position: int, final: bool = False) -> str:
@@ -249,8 +254,9 @@ def csv_rows(path: Path, file: BinaryIO, column: str) -> Iterator[Row]:
             if len(fields) == len(header):
                 found, problem = checked(fields[header.index(column)], column)
             # most .tsv files have no quoting: such quotes belong to the text, and swallow rows
-            if delimiter == "\t" and any("\t" in field and "\n" in field for field in fields):
-                raise csv.Error("a cell has tabs and line breaks")
+            several = [field for field in fields if "\n" in field]
+            if delimiter == "\t" and any("\t" in f or len(header) == 1 for f in several):
+                raise csv.Error("a quoted cell has line breaks")
             if fields:
                 yield f"line {reader.line_num}", found, problem
             place = f"row that starts at line {reader.line_num + 1}"
@@ -274,7 +280,7 @@ def require_column(path: Path, column: str, names: list[str]) -> None:
 def parquet_rows(path: Path, file: BinaryIO, column: str) -> Iterator[Row]:
     import pyarrow.parquet
 
-    table = pyarrow.parquet.ParquetFile(file)
+    table = pyarrow.parquet.ParquetFile(file, page_checksum_verification=True)
     require_column(path, column, table.schema_arrow.names)
     batches = table.iter_batches(batch_size=1000, columns=[column])
     for row, value in enumerate((value for batch in batches for value in batch.column(0)), 1):

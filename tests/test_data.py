@@ -551,6 +551,9 @@ def test_a_disk_too_small_is_noticed_before_writing(tmp_path, repository, monkey
     monkeypatch.setattr(hub.shutil, "disk_usage", lambda path: SimpleNamespace(free=100))
     with pytest.raises(ValueError, match=r"needs about 0.0 GiB, but 0.0 are free"):
         hub.prepare_from_hub(tmp_path / "out", ByteTokenizer(), str(repository))
+    monkeypatch.setattr(hub.shutil, "disk_usage", lambda path: SimpleNamespace(free=1500))
+    hub.prepare_from_hub(tmp_path / "out", ByteTokenizer(), str(repository),
+                         split="train[:10%]", val_fraction=0.5)  # fmt: skip
 
 
 def test_no_network_is_one_line(run, tmp_path, monkeypatch):

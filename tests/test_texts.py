@@ -773,6 +773,19 @@ def tar_gz():
     return packed.getvalue()
 
 
+def damaged_page():
+    """A Parquet file with page checksums, and another letter in a page."""
+    import io
+
+    import pyarrow.parquet
+
+    file, table = io.BytesIO(), pyarrow.table({"text": ["some words"] * 3})
+    pyarrow.parquet.write_table(
+        table, file, use_dictionary=False, compression="none", write_page_checksum=True
+    )
+    return file.getvalue().replace(b"some words", b"some wordy", 1)
+
+
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
@@ -807,6 +820,9 @@ def tar_gz():
         ("rows.gz", lambda: gzip.compress(b'{"text": "a"}\n'), "name it .jsonl.gz, or .txt.gz"),
         ("a.csv", lambda: b"id,body\n1,x\n", "no column 'text', only id, body: pass --column"),
         ("list.json", lambda: b'[{"text": "a"}, {"tex', "cannot read.*list.json"),
+        ("a.csv~", lambda: b"id,text\n1,x\n", "a.csv~ holds a table: name it .csv, or .txt"),
+        ("a.tsv?dl=1.gz", lambda: gzip.compress(b"id\ttext\n"), "a table: name it .tsv.gz, or"),
+        ("b.parquet", damaged_page, "cannot read .*CRC"),
     ],
 )
 def test_f67_files_that_are_not_text_are_refused_by_name(run, tmp_path, name, content, message):
@@ -841,8 +857,10 @@ def test_f67_quotes_that_swallow_rows_are_noticed(tmp_path):
     """Most .tsv files have no quoting; a quote that begins one cell ends in a later row."""
     rows = ['1\t"Come in', "2\tplain line", '3\tas you like"']
     (tmp_path / "a.tsv").write_text("id\ttext\n" + "\n".join(rows * 9) + "\n")
-    with pytest.raises(ValueError, match="line breaks in the row that starts at line 2: check"):
-        prepare_from_files(tmp_path / "out", "byte", [tmp_path / "a.tsv"], skip_bad_rows=True)
+    (tmp_path / "b.tsv").write_text("text\n" + '"Come in\nas you like"\n' * 9)
+    for name in ("a.tsv", "b.tsv"):
+        with pytest.raises(ValueError, match="line breaks in the row that starts at line 2: check"):
+            prepare_from_files(tmp_path / "out", "byte", [tmp_path / name], skip_bad_rows=True)
 
 
 def test_f68_folders_may_begin_with_the_home_folder(tmp_path, monkeypatch):
