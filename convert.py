@@ -425,9 +425,10 @@ def write_pretrained(saved: dict[str, Any], folder: Path, dtype: torch.dtype) ->
         written = write_hf_tokenizer(saved["tokenizer"], folder, metadata)
         earlier = [folder / "special_tokens_map.json", folder / "chat_template.jinja",
                    *folder.glob(f"{TEMPLATES}/*.jinja")]  # fmt: skip
-        for path in earlier:  # of an export to the same folder
-            if path.relative_to(folder).as_posix() not in written:
-                path.unlink(missing_ok=True)
+        for path in earlier:  # of an export to the same folder, or your own
+            if path.exists() and path.relative_to(folder).as_posix() not in written:
+                path.rename(f"{path}.old")
+                print(f"note: {path}, which this export lacks, is now {path.name}.old")
         shutil.copymode(folder / "config.json", part)  # else only we may read it
         part.replace(folder / "model.safetensors")
     except BaseException:

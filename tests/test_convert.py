@@ -203,7 +203,8 @@ def test_an_export_leaves_nothing_of_an_earlier_one(run, sums, tmp_path):
     for metadata in (pretrained, None):
         convert.write_pretrained(saved | {"pretrained": metadata}, tmp_path / "to", torch.float32)
         names.append({p.name for p in (tmp_path / "to").rglob("*") if p.is_file()})
-    assert names[0] - names[1] == {"special_tokens_map.json", "chat_template.jinja", "b.jinja"}
+    gone = {"special_tokens_map.json", "chat_template.jinja", "b.jinja"}
+    assert names[0] - names[1] == gone and names[1] - names[0] == {f"{name}.old" for name in gone}
     generation = json.loads((tmp_path / "to" / "generation_config.json").read_text())
     size, padded = len(saved["tokenizer"]["alphabet"]), saved["model_config"]["vocab_size"]
     assert generation["suppress_tokens"] == list(range(size, padded))
