@@ -171,7 +171,8 @@ def configure(
         name = flag.removeprefix("--")
         if name != flag and name not in settings and isinstance(namespace.get(name), PLAIN):
             raise UserError(
-                f"{flag} is no setting: give it a plain value as its default, and a lower-case name"
+                f"{flag} is no setting: give it a plain value as its default and a lower-case "
+                "name, on a line that is not indented"
             )
     ignores = read_settings(HERE / ignored) if ignored else {}
     config = resolve(settings, sys.argv[1:], ignores, config_files=bool(positional))

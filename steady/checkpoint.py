@@ -61,6 +61,7 @@ EVERYTHING = WEIGHTS_ONLY | {  # the keys of ckpt.pt and their types
     "config": dict, "optimizer": dict, "scaler": dict, "sequences": int,
     "data_ids": dict, "average": dict,
 }  # fmt: skip
+OPTIONAL = {"pretrained": None, "data_ids": {}, "average": {}, "scaler": {}}  # and their defaults
 MODEL = "model.py and its model_config"
 
 
@@ -432,7 +433,7 @@ def read(path: Path) -> dict[str, Any]:
 def load(path: Path, kinds: dict[str, type] = WEIGHTS_ONLY) -> dict[str, Any]:
     """`read` a checkpoint. Raises UserError unless it has all keys of `kinds`, of these types."""
     try:
-        content = {"pretrained": None, "data_ids": {}, "average": {}} | read(path)
+        content = OPTIONAL | read(path)
     except UserError as error:
         raise UserError(f"{error}{other_checkpoints(path)}") from None
     for key, kind in kinds.items():
@@ -516,8 +517,9 @@ def build(
     """
     config = architecture(saved, kind, path)
     with contextlib.suppress(RuntimeError, NotImplementedError), torch.device("meta"):
-        expected = model(config).state_dict()  # fails if an edited model calls .item()
-        check_weights(saved["model"], expected, f"{path} does not fit {MODEL} in")
+        expected = model(config)  # fails if an edited model calls .item()
+        fill_empty_buffers(expected, saved["model"])
+        check_weights(saved["model"], expected.state_dict(), f"{path} does not fit {MODEL} in")
     built = model(config)
     load_weights(built, saved["model"], path)
     return built
@@ -635,6 +637,7 @@ def load_weights(
     tensors that the file lacks."""
     model = getattr(model, "_orig_mod", model)  # as in `save`
     distributed.own_memory(p for p in model.parameters() if 0 in p.stride())  # expanded
+    fill_empty_buffers(model, weights)
     state = model.state_dict()
     if not strict:
         state = {name: value for name, value in state.items() if name in weights}
@@ -653,6 +656,16 @@ def load_weights(
     # last, because it calls hooks, which see all weights
     extras = {name: weights[name] for name in state.keys() - tensors.keys()}
     model.load_state_dict(tensors | extras, strict=False)
+
+
+def fill_empty_buffers(model: nn.Module, weights: dict[str, Tensor]) -> None:
+    """Replace buffers that are None, as before the first batch, by tensors like the saved ones."""
+    device = next((p.device for p in model.parameters()), None)
+    for prefix, module in model.named_modules():
+        for name, buffer in module._buffers.items():
+            saved = weights.get(f"{prefix}.{name}" if prefix else name)
+            if buffer is None and isinstance(saved, Tensor):
+                module._buffers[name] = torch.empty_like(saved, device=device)
 
 
 def find(out_dir: Path, name: str = "") -> Path:
@@ -683,7 +696,7 @@ class Start(NamedTuple):
             load_weights(model, self.weights, self.source, strict)
 
     def load_optimizer(
-        self, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler
+        self, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler | None = None
     ) -> None:
         """Load the states of the optimizer and of the float16 scaler, if there are any; raises
         UserError if either is invalid."""
@@ -691,7 +704,7 @@ class Start(NamedTuple):
             return
         try:
             load_state(optimizer, self.optimizer)
-            if scaler.is_enabled() and self.scaler:  # empty after float32: keep the new one
+            if scaler and scaler.is_enabled() and self.scaler:  # empty after float32: keep the new
                 states = self.scaler, scaler.state_dict()
                 found, expected = ({k: type(v) for k, v in s.items()} for s in states)
                 if found != expected:

@@ -168,15 +168,11 @@ class RunLog:
         return output.waiting(batches, math.ceil(n_batches), what, self.quiet, unit="batch")
 
     def evaluation(self, entry: dict[str, Any], seconds: float, best: bool) -> None:
-        """Log an evaluation. `entry` has iter, train_loss, val_loss and, if known, val_bpb
-        (validation bits per byte)."""
-        self.line(
-            f"iter {entry['iter']:6d} | train loss {entry['train_loss']:7.4f} | "
-            f"val loss {entry['val_loss']:7.4f} | "
-            + (f"val bpb {entry['val_bpb']:.4f} | " if "val_bpb" in entry else "")
-            + f"{seconds:5.1f} s"
-            + (" | best so far" if best else "")
-        )
+        """Log an evaluation. `entry` has iter, and losses by name; val_bpb are validation bits per
+        byte."""
+        losses = [f"{k.replace('_', ' ')} {v:7.4f}" for k, v in entry.items() if k != "iter"]
+        parts = [f"iter {entry['iter']:6d}", *losses, f"{seconds:5.1f} s"]
+        self.line(" | ".join(parts + ["best so far"] * best))
         self.write(entry)
 
     def write(self, entry: dict[str, Any]) -> None:

@@ -102,7 +102,11 @@ class Saving:
         self.stop_request.training = True  # before, a signal ends the run at once
         set_timeout(self.process)
         if self.enabled:  # now, and not when the first save fails
-            checkpoint.require_plain(checkpoint.as_saved(self.state()), self.path)
+            content = checkpoint.as_saved(self.state())
+            checkpoint.require_plain(content, self.path)
+            needed = checkpoint.EVERYTHING.keys() - checkpoint.OPTIONAL.keys()
+            if lacking := sorted(needed - content.keys()):
+                self.say(f"note: {self.path} cannot be resumed: it lacks {', '.join(lacking)}")
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: Any) -> None:
@@ -111,7 +115,7 @@ class Saving:
         elif self.enabled:
             state = self.state()
             iter_num = state["iter_num"]
-            finished = iter_num >= state["config"]["max_iters"]  # else stopped by a signal
+            finished = not self.stop_request.stop_requested()
             # only the first process looks: another machine may not have the file
             other = self.process.master and checkpoint.peek(self.path, "iter_num") != iter_num
             if any_process(other) and not checkpoint.try_save(

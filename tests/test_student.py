@@ -325,6 +325,22 @@ EDITS = {
                         "        assert all(g is not None for g in found)\n" + BACKWARD),),
         changes_loss=False
     ),
+    "state_of_the_last_batch": Edit(
+        (in_gpt("self.register_buffer('last', None)"),
+         (EMBED, EMBED + "\n        if self.training:\n"
+                         "            x = x if self.last is None else x + self.last.to(x.dtype)\n"
+                         "            self.last = x.detach().float().mean(dim=(0, 1))")),
+        depends_on_split=True
+    ),
+    "no_scaler": Edit(
+        (), (('"optimizer": opt, "scaler": scaler, "average"', '"optimizer": opt, "average"'),
+             ("start.load_optimizer(opt, scaler)", "start.load_optimizer(opt)")),
+        changes_loss=False
+    ),
+    "only_validation_loss": Edit(
+        (), (('(("train_loss", train_file), ("val_loss",', '(("val_loss",'),
+             ('val_file)):', 'val_file),):')), changes_loss=False
+    ),
     "gradients_set_to_zero": Edit(
         (), (("        opt.zero_grad()", "        opt.zero_grad(set_to_none=False)"),),
         changes_loss=False
@@ -363,7 +379,7 @@ SAME_PARAMETERS = (
     "parallel_attention_and_mlp", "blocks_know_their_place", "attention_by_hand",
     "a_sliding_window", "a_mask_of_minus_infinity_in_a_buffer_and_a_parameter",
     "a_counter_in_a_buffer", "full_logits", "a_negative_loss",
-    "label_smoothing_from_a_new_setting", "plain_zero_grad", "no_clipping",
+    "label_smoothing_from_a_new_setting", "gradients_set_to_zero", "no_clipping",
     "a_running_average_of_the_weights",
     "blocks_return_a_second_value",
 )  # fmt: skip
@@ -831,6 +847,14 @@ def test_the_trial_step_leaves_no_gradients(student, sums, tmp_path):
     copy = edited(edit, tmp_path / "copy")
     student(copy, "train.py", *SETTINGS, f"--dataset={sums}", f"--out_dir={tmp_path / 'out'}")
     assert len(losses(tmp_path / "out")) == 3
+
+
+def test_a_checkpoint_that_cannot_be_resumed_is_announced(student, sums, tmp_path):
+    edit = Edit(train=(('"config": config,\n', "\n"),))
+    copy = edited(edit, tmp_path / "copy")
+    shown = student(copy, "train.py", *SETTINGS, f"--dataset={sums}",
+                    f"--out_dir={tmp_path / 'out'}")  # fmt: skip
+    assert "ckpt.pt cannot be resumed: it lacks config" in shown and len(losses(tmp_path / "out"))
 
 
 def test_the_trial_step_trains_nothing(student, sums, tmp_path):

@@ -1076,7 +1076,7 @@ def test_bits_per_byte_are_those_of_an_independent_computation(run, tmp_path, ki
                 f"--out_dir={tmp_path / 'out'}", "--max_iters=1", "--eval_iters=8")  # fmt: skip
     entries = [json.loads(e) for e in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
     entry = [e for e in entries if "val_bpb" in e][-1]
-    assert f"val bpb {entry['val_bpb']:.4f}" in shown
+    assert f"val bpb {entry['val_bpb']:7.4f}" in shown
     ids = read(tmp_path / "data", "val")
     held_out = from_meta(read_meta(tmp_path / "data")).decode(ids).replace("<|endoftext|>", "")
     # total loss in bits (the size from an ideal compressor) over the text's bytes
