@@ -700,8 +700,11 @@ def load_tokenizer(name: str, special_tokens: bool = False) -> Tokenizer:
             raise UserError(f"{source}: tokenizer.json and meta.json have two tokenizers: move one")
         meta = meta or own
         if not meta.get("json"):
+            lacks = "tokenizer.json"
+            if not (folder / "tokenizer_config.json").exists():  # which names its class
+                lacks += " and no tokenizer_config.json, which is needed to make one"
             raise UserError(
-                f"{source} has no tokenizer.json: convert an older format with pip install "
+                f"{source} has no {lacks}: convert an older format with pip install "
                 "transformers sentencepiece, and python -c 'from transformers import AutoTokenizer "
                 f'as A; A.from_pretrained("{folder}").save_pretrained("{folder}")\''
             )
@@ -712,9 +715,9 @@ def load_tokenizer(name: str, special_tokens: bool = False) -> Tokenizer:
                 "separated, and samples will only end at their maximum length"
             )
         content = json.loads(meta["json"])
-        model, works_on_bytes = content["model"], "'ByteLevel'" in str(content.get("pre_tokenizer"))
+        model, parts = content["model"], [content.get(k) for k in ("normalizer", "pre_tokenizer")]
         drops = model.get("type") == "BPE" and not model.get("unk_token")
-        if drops and not model.get("byte_fallback") and not works_on_bytes:
+        if drops and not model.get("byte_fallback") and "'ByteLevel'" not in str(parts):
             print(
                 f"warning: {source} drops characters that are not in its vocabulary: they make no "
                 "tokens, but bits per byte counts them"

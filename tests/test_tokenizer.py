@@ -15,6 +15,7 @@ from steady.tokenizer import (
     from_meta,
     hf_tokenizer_meta,
     load_tokenizer,
+    write_hf_tokenizer,
 )
 
 
@@ -170,6 +171,16 @@ def test_a_letter_is_not_the_end_of_text_if_no_file_names_one(tmp_path, capsys, 
     (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": stale}))
     assert hf_tokenizer_meta(tmp_path)["end_of_text"] == end
     assert ("is '!', which ends no text: ignored" in capsys.readouterr().out) == (end is None)
+
+
+def test_an_export_names_an_end_of_text_that_only_config_json_has(tmp_path):
+    named_end(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": null}')
+    (tmp_path / "config.json").write_text('{"eos_token_id": 3}')
+    files = {"tokenizer_config": {"eos_token": None}}
+    write_hf_tokenizer(hf_tokenizer_meta(tmp_path), tmp_path, files)
+    settings = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    assert settings["eos_token"] == "</s>"
 
 
 def test_prompts_need_not_spell_the_end_of_text():
