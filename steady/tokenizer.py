@@ -700,13 +700,13 @@ def load_tokenizer(name: str, special_tokens: bool = False) -> Tokenizer:
             raise UserError(f"{source}: tokenizer.json and meta.json have two tokenizers: move one")
         meta = meta or own
         if not meta.get("json"):
-            lacks = "tokenizer.json"
-            if not (folder / "tokenizer_config.json").exists():  # which names its class
-                lacks += " and no tokenizer_config.json, which is needed to make one"
+            first = "; first add its tokenizer_config.json, which names the class"
             raise UserError(
-                f"{source} has no {lacks}: convert an older format with pip install "
+                f"{source} has no tokenizer.json: convert an older format with pip install "
                 "transformers sentencepiece, and python -c 'from transformers import AutoTokenizer "
                 f'as A; A.from_pretrained("{folder}").save_pretrained("{folder}")\''
+                + first
+                * (not (folder / "tokenizer_config.json").exists())
             )
         check_meta(meta, source)
         if meta.get("end_of_text") is None:
