@@ -883,9 +883,7 @@ def test_f68_other_kinds_of_tokenizers_and_weights_say_how_to_convert(tmp_path):
     with pytest.raises(ValueError, match="no tokenizer.json: convert an older.*first add its tok"):
         load_tokenizer(f"hf:{tmp_path}")
     (tmp_path / "tokenizer_config.json").write_text("{}")
-    with pytest.raises(
-        ValueError, match="no tokenizer.json: convert an older.*save_pretrained.*'$"
-    ):
+    with pytest.raises(ValueError, match="no tokenizer.json: convert an older.*'$"):
         load_tokenizer(f"hf:{tmp_path}")
     folder = qwen(tmp_path / "model")
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
