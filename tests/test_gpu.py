@@ -1088,7 +1088,7 @@ STUDENTS = [
     "conv1d", "shared_projections", "a_frozen_block", "an_unused_layer",
     "a_layer_used_in_some_steps", "1. Another MLP: ReLU squared", "gelu_with_biases",
     "a_head_with_a_bias", "a_counter_in_a_buffer", "6. An auxiliary loss", "full_logits", "sgd",
-    "hooks_see_gradients", "autograd_grad", "plain_zero_grad",
+    "hooks_see_gradients", "autograd_grad", "gradients_set_to_zero",
     "10. A running average of the weights",
 ]  # fmt: skip
 STUDENT_MODES = ("off", "default", "reduce-overhead")
