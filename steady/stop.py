@@ -115,7 +115,8 @@ class Saving:
         elif self.enabled:
             state = self.state()
             iter_num = state["iter_num"]
-            finished = not self.stop_request.stop_requested()
+            # else stopped by a signal
+            finished = iter_num >= state.get("config", {}).get("max_iters", 0)
             # only the first process looks: another machine may not have the file
             other = self.process.master and checkpoint.peek(self.path, "iter_num") != iter_num
             if any_process(other) and not checkpoint.try_save(
