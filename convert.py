@@ -13,6 +13,7 @@ import steady
 if __name__ == "__main__":
     steady.start_script()  # before torch is imported
 
+import itertools
 import json
 import os
 import re
@@ -423,18 +424,19 @@ def write_pretrained(saved: dict[str, Any], folder: Path, dtype: torch.dtype) ->
             with atomic_write(folder / f"{name}.json") as file:
                 file.write(json.dumps(content, indent=2).encode() + b"\n")
         written = write_hf_tokenizer(saved["tokenizer"], folder, metadata)
-        earlier = [folder / "special_tokens_map.json", folder / "chat_template.jinja",
-                   *folder.glob(f"{TEMPLATES}/*.jinja")]  # fmt: skip
-        for path in earlier:  # of an export to the same folder, or your own
-            if path.exists() and path.relative_to(folder).as_posix() not in written:
-                path.rename(f"{path}.old")
-                print(f"note: {path}, which this export lacks, is now {path.name}.old")
         shutil.copymode(folder / "config.json", part)  # else only we may read it
         part.replace(folder / "model.safetensors")
     except BaseException:
         for path in {*folder.glob("*.*")} - before:  # or they would block the next try
             path.unlink()
         raise
+    earlier = [folder / "special_tokens_map.json", folder / "chat_template.jinja",
+               *folder.glob(f"{TEMPLATES}/*.jinja")]  # fmt: skip
+    for path in earlier:  # of an export to the same folder, or your own
+        if path.exists() and path.relative_to(folder).as_posix() not in written:
+            names = (Path(f"{path}.old{i or ''}") for i in itertools.count())
+            old = path.rename(next(name for name in names if not name.exists()))
+            print(f"note: {path}, which this export lacks, is now {old.name}")
 
 
 if __name__ == "__main__":

@@ -187,9 +187,10 @@ class TokenFile:
             )
         if ids.itemsize == 2 and ids[1::2].max() <= 1 < ids[::2].max():
             raise UserError(
-                f"{self.path} seems to have ids of 32 bits, as every second of 16 bits is 0 or 1: "
-                'add a meta.json such as {"tokenizer": "gpt2", "vocab_size": 50257, "dtype": '
-                '"uint32"}, or convert them to uint16'
+                f"{self.path} seems to have ids of 32 or 64 bits, as every second of 16 bits is 0 "
+                "or 1: read them with their own dtype and write them as uint16, or as uint32 if "
+                'one is above 65,535, with "dtype", "tokenizer" and "vocab_size" in a meta.json '
+                "(with which ids of 16 bits may be as they are, too)"
             )
 
     def check(self, ids: np.ndarray) -> None:

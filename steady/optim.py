@@ -373,21 +373,24 @@ def own_gradients(model: nn.Module, cuda_graphs: bool) -> Iterator[None]:
         yield
         return
     earlier = {p: p.grad for p in model.parameters()}
-    set_aside = [p for p, grad in earlier.items() if not p._post_accumulate_grad_hooks]
+    set_aside = [p for p in earlier if not p._post_accumulate_grad_hooks]
     for p in set_aside:
         p.grad = None
-    yield
-    with torch.no_grad():
-        new = [p for p, grad in earlier.items() if p.grad is not None and p.grad is not grad]
-        first = [p for p in new if earlier[p] is None]
-        more = [p for p in new if earlier[p] is not None]
-        if first:
-            copies = torch._foreach_mul([p.grad for p in first], 1.0)  # there is no _foreach_clone
-            earlier |= zip(first, copies, strict=True)
-        if more:
-            torch._foreach_add_([earlier[p] for p in more], [p.grad for p in more])
-        for p in (*new, *set_aside):
-            p.grad = earlier[p]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            new = [p for p in earlier if p.grad is not None and p.grad is not earlier[p]]
+            more = [p for p in set_aside if p.grad is not None and earlier[p] is not None]
+            among = {*more}
+            copied = [p for p in new if p not in among]
+            if copied:  # there is no _foreach_clone
+                copies = torch._foreach_mul([p.grad for p in copied], 1.0)
+                earlier |= zip(copied, copies, strict=True)
+            if more:
+                torch._foreach_add_([earlier[p] for p in more], [p.grad for p in more])
+            for p in (*new, *set_aside):
+                p.grad = earlier[p]
 
 
 class AveragedWeights:

@@ -170,7 +170,10 @@ class RunLog:
     def evaluation(self, entry: dict[str, Any], seconds: float, best: bool) -> None:
         """Log an evaluation. `entry` has iter, and losses by name; val_bpb are validation bits per
         byte."""
-        losses = [f"{k.replace('_', ' ')} {v:7.4f}" for k, v in entry.items() if k != "iter"]
+        losses = [
+            f"{name.replace('_', ' ')} {value:7.4f}" for name, value in entry.items()
+            if isinstance(value, float) or getattr(value, "ndim", None) == 0
+        ]  # fmt: skip
         parts = [f"iter {entry['iter']:6d}", *losses, f"{seconds:5.1f} s"]
         self.line(" | ".join(parts + ["best so far"] * best))
         self.write(entry)

@@ -145,7 +145,7 @@ def check_start(path: Path) -> None:
     if kind == "text" and unpacked_suffix(path) not in (".txt", ".md"):
         packed = path.suffix if path.suffix.lower() in PACKED else ""
         # e.g. data.csv?download=true
-        table = re.search(r"(\.csv|\.tsv)(?![\w.])", path.name.lower())
+        table = re.search(r"(\.csv|\.tsv)[?~]", path.name.lower())
         if rows or table:
             held, name = ("rows of JSON", ".jsonl") if rows else ("a table", table[1])
             raise UserError(
@@ -256,7 +256,7 @@ def csv_rows(path: Path, file: BinaryIO, column: str) -> Iterator[Row]:
             # most .tsv files have no quoting: such quotes belong to the text, and swallow rows
             several = [field for field in fields if "\n" in field]
             if delimiter == "\t" and any("\t" in f or len(header) == 1 for f in several):
-                raise csv.Error("a quoted cell has line breaks")
+                raise csv.Error("unlike in .csv files, a quoted cell may not have line breaks")
             if fields:
                 yield f"line {reader.line_num}", found, problem
             place = f"row that starts at line {reader.line_num + 1}"

@@ -504,7 +504,9 @@ def hf_tokenizer_meta(folder: Path) -> dict[str, Any]:
     if not named:  # files without added tokens may have </s> or [EOS] as a word
         usable |= {id for name, id in vocabulary.items() if re.fullmatch(r"<.+>|\[.+\]", name)}
         usable = usable or {*ends}
-    usable = usable - {*before, vocabulary.get(spelling(settings.get("unk_token")))} | {*named}
+    if named:
+        usable -= {*before, vocabulary.get(spelling(settings.get("unk_token")))}
+        usable |= {*named}
     if ends and (named or ends[0] not in usable):
         for id in dict.fromkeys(id for id in ends if id not in usable):
             print(

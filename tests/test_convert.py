@@ -205,6 +205,10 @@ def test_an_export_leaves_nothing_of_an_earlier_one(run, sums, tmp_path):
         names.append({p.name for p in (tmp_path / "to").rglob("*") if p.is_file()})
     gone = {"special_tokens_map.json", "chat_template.jinja", "b.jinja"}
     assert names[0] - names[1] == gone and names[1] - names[0] == {f"{name}.old" for name in gone}
+    (tmp_path / "to" / "chat_template.jinja").write_text("yours")
+    convert.write_pretrained(saved | {"pretrained": None}, tmp_path / "to", torch.float32)
+    assert (tmp_path / "to" / "chat_template.jinja.old").read_text() == "a"
+    assert (tmp_path / "to" / "chat_template.jinja.old1").read_text() == "yours"
     generation = json.loads((tmp_path / "to" / "generation_config.json").read_text())
     size, padded = len(saved["tokenizer"]["alphabet"]), saved["model_config"]["vocab_size"]
     assert generation["suppress_tokens"] == list(range(size, padded))

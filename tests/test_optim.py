@@ -244,6 +244,19 @@ def test_own_gradients_are_those_of_autograd_in_other_memory():
     assert replacing.grad is None and unused.grad is None
 
 
+@pytest.mark.parametrize("cuda_graphs", [False, True])
+def test_own_gradients_keep_what_a_hook_or_an_error_leaves(cuda_graphs):
+    weight, plain = nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(4))
+    model = nn.ParameterList([weight, plain])
+    weight.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", p.grad.clamp(max=5.0)))
+    for _ in range(3):
+        with optim.own_gradients(model, cuda_graphs):
+            (2.0 * weight + plain).sum().backward()
+    with pytest.raises(ZeroDivisionError), optim.own_gradients(model, cuda_graphs):
+        raise ZeroDivisionError
+    assert weight.grad.tolist() == [5.0] * 4 and plain.grad.tolist() == [3.0] * 4
+
+
 def test_muon_calls_step_hooks_once():
     """Making any AdamW of torch's lets its class's step call the hooks too."""
     torch.optim.AdamW([nn.Parameter(torch.ones(1))])

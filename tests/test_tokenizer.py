@@ -132,7 +132,7 @@ def named_end(folder, template=False):
     made = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, "<unk>"))
     made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     made.add_special_tokens(["<unk>", "<s>", "</s>"])
-    if template:
+    if template:  # prepends <s>
         made.post_processor = tokenizers.processors.TemplateProcessing(
             single="<s> $A", special_tokens=[("<s>", 1)]
         )
@@ -171,6 +171,15 @@ def test_a_letter_is_not_the_end_of_text_if_no_file_names_one(tmp_path, capsys, 
     (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": stale}))
     assert hf_tokenizer_meta(tmp_path)["end_of_text"] == end
     assert ("is '!', which ends no text: ignored" in capsys.readouterr().out) == (end is None)
+
+
+def test_the_end_of_text_may_begin_a_text_if_no_file_names_one(tmp_path):
+    """As in GPT-2 and OPT."""
+    named_end(tmp_path, template=True)
+    (tmp_path / "tokenizer_config.json").unlink()
+    (tmp_path / "config.json").write_text('{"eos_token_id": 1}')
+    meta = hf_tokenizer_meta(tmp_path)
+    assert (meta["begin_of_text"], meta["end_of_text"]) == (1, 1)
 
 
 def test_an_export_names_an_end_of_text_that_only_config_json_has(tmp_path):
