@@ -380,15 +380,12 @@ def own_gradients(model: nn.Module, cuda_graphs: bool) -> Iterator[None]:
         yield
     finally:
         with torch.no_grad():
-            new = [p for p in earlier if p.grad is not None and p.grad is not earlier[p]]
-            more = [p for p in set_aside if p.grad is not None and earlier[p] is not None]
-            among = {*more}
-            copied = [p for p in new if p not in among]
-            if copied:  # there is no _foreach_clone
-                copies = torch._foreach_mul([p.grad for p in copied], 1.0)
-                earlier |= zip(copied, copies, strict=True)
+            new = {p: p.grad for p in earlier if p.grad is not None and p.grad is not earlier[p]}
+            more = [p for p in set_aside if p in new and earlier[p] is not None]
             if more:
-                torch._foreach_add_([earlier[p] for p in more], [p.grad for p in more])
+                torch._foreach_add_([earlier[p] for p in more], [new.pop(p) for p in more])
+            if new:  # there is no _foreach_clone
+                earlier |= zip(new, torch._foreach_mul([*new.values()], 1.0), strict=True)
             for p in (*new, *set_aside):
                 p.grad = earlier[p]
 

@@ -501,12 +501,12 @@ def hf_tokenizer_meta(folder: Path) -> dict[str, Any]:
     named = [vocabulary[name] for name in names if name in vocabulary]
     # a config.json may have transformers' default ids, which this tokenizer gives to other tokens
     usable = {*tokenizer.tokenizer.get_added_tokens_decoder()}
-    if not named:  # files without added tokens may have </s> or [EOS] as a word
-        usable |= {id for name, id in vocabulary.items() if re.fullmatch(r"<.+>|\[.+\]", name)}
-        usable = usable or {*ends}
     if named:
         usable -= {*before, vocabulary.get(spelling(settings.get("unk_token")))}
         usable |= {*named}
+    else:  # files without added tokens may have </s> or [EOS] as a word
+        usable |= {id for name, id in vocabulary.items() if re.fullmatch(r"<.+>|\[.+\]", name)}
+        usable = usable or {*ends}
     if ends and (named or ends[0] not in usable):
         for id in dict.fromkeys(id for id in ends if id not in usable):
             print(
@@ -702,13 +702,12 @@ def load_tokenizer(name: str, special_tokens: bool = False) -> Tokenizer:
             raise UserError(f"{source}: tokenizer.json and meta.json have two tokenizers: move one")
         meta = meta or own
         if not meta.get("json"):
-            first = "; first add its tokenizer_config.json, which names the class"
+            known = (folder / "tokenizer_config.json").exists()
+            first = "" if known else "; first add its tokenizer_config.json, which names the class"
             raise UserError(
                 f"{source} has no tokenizer.json: convert an older format with pip install "
                 "transformers sentencepiece, and python -c 'from transformers import AutoTokenizer "
-                f'as A; A.from_pretrained("{folder}").save_pretrained("{folder}")\''
-                + first
-                * (not (folder / "tokenizer_config.json").exists())
+                f'as A; A.from_pretrained("{folder}").save_pretrained("{folder}")\'{first}'
             )
         check_meta(meta, source)
         if meta.get("end_of_text") is None:
