@@ -79,7 +79,7 @@ RANGES = (
 
 PLAIN = bool | int | float | str | list | tuple | dict  # types of settings; and None
 ARITHMETIC = {f.__name__: f for f in (abs, float, int, max, min, round, str)}  # for defaults
-NUMBERS = {int: numbers.Integral, float: numbers.Real}  # what may become one (NumPy's, too)
+NUMBERS = {int: numbers.Integral, float: numbers.Real}  # numbers of these types are converted
 PATHS = ("out_dir", "dataset", "init_from", "to", "input", "out", "data")  # may begin with ~/
 
 

@@ -176,7 +176,7 @@ def read_pretrained(source: str) -> Pretrained:
     listed = read_json(folder / "model.safetensors.index.json").get("weight_map", {})
     if not isinstance(listed, dict) or not all(isinstance(v, str) for v in listed.values()):
         raise UserError(f"{folder / 'model.safetensors.index.json'} has no valid weight_map")
-    # read what transformers reads: other files there may be older copies
+    # read the same files as transformers: others may be older copies
     used = {"model.safetensors"} if folder / "model.safetensors" in files else {*listed.values()}
     if missing := sorted(used - {file.name for file in files}):
         raise UserError(f"{folder} lacks {', '.join(missing[:5])}: download the model again")

@@ -185,7 +185,7 @@ def forward_backward(model: torch.nn.Module, micro_batches: Iterable, halve: boo
             torch.compiler.cudagraph_mark_step_begin()  # lets graphs reuse memory
         with autocast:
             micro_loss = model(tokens, targets) * share
-        with own_gradients(raw_model, plan.cuda_graphs):  # a graph's are overwritten
+        with own_gradients(raw_model, plan.cuda_graphs):  # CUDA graphs overwrite theirs
             scaler.scale(micro_loss).backward()
         loss += micro_loss.detach()
     return loss

@@ -63,7 +63,7 @@ def in_gpt(line):
 
 OPTIMIZER = "opt = optim.build_optimizer(raw_model, config, plan.compiled, process.dtype)"
 BACKWARD = """\
-        with own_gradients(raw_model, plan.cuda_graphs):  # a graph's are overwritten
+        with own_gradients(raw_model, plan.cuda_graphs):  # CUDA graphs overwrite theirs
             scaler.scale(micro_loss).backward()"""
 UNSCALE = "        scaler.unscale_(opt)"
 
@@ -360,7 +360,8 @@ EDITS = {
              ("        iter_num += 1\n",
               "        iter_num += 1\n"
               "        with torch.no_grad():\n"
-              "            for a, b in zip(average.parameters(), raw_model.parameters()):\n"
+              "            pairs = zip(average.parameters(), raw_model.parameters(), strict=True)\n"
+              "            for a, b in pairs:\n"
               "                a.lerp_(b, 0.5)\n"
               "            assert evaluate(average, [(torch.zeros(1, 8, dtype=torch.int64,"
               " device=process.device),) * 2 + (1.0,)]).isfinite()\n")),
