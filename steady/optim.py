@@ -4,7 +4,6 @@ Any torch optimizer can replace ours.
 """
 
 import contextlib
-import inspect
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -31,31 +30,21 @@ IGNORE_FOUND_INF = ("mps",)  # devices whose fused AdamW ignores found_inf
 
 
 class AdamW(torch.optim.AdamW):
-    """torch's fused AdamW. It can skip an update without waiting for the device.
+    """torch's fused AdamW. The next step changes nothing if `found_inf` (scalar, on the device, so
+    that nobody waits for it; GradScaler sets it too) is 1.0. `zero_grad` cancels this.
 
     It updates sharded parameters (FSDP2) through this process's shards, as plain tensors, since
     every DTensor costs the host time.
     """
 
-    def skip_if(self, found_inf: Tensor) -> None:
-        """Let the next step change nothing if `found_inf` (scalar, on the device) is 1.0.
-        (torch.amp.GradScaler uses the same attribute.) `zero_grad` cancels this."""
-        self.found_inf = found_inf
+    def __init__(self, *arguments: Any, **settings: Any):
+        super().__init__(*arguments, **settings)
+        # not deleted: GradScaler does that
+        self.register_step_post_hook(lambda self, *_: setattr(self, "found_inf", None))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         super().zero_grad(set_to_none)
-        for name in ("grad_scale", "found_inf"):
-            vars(self).pop(name, None)
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        # not super().step(), which may call step hooks again
-        loss = inspect.unwrap(torch.optim.AdamW.step)(self, closure)
-        for group in self.param_groups:
-            if group.get("muon"):  # only in Muon, below
-                self.update_matrices(group)
-        self.grad_scale = self.found_inf = None  # not deleted: GradScaler does that
-        return loss
+        self.found_inf = None
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)
@@ -136,7 +125,11 @@ class Muon(AdamW):
                 self.state[parameter]["momentum"] = momentum
 
     def _init_group(self, group: dict[str, Any], *lists: list[Tensor]) -> bool:
-        return False if group.get("muon") else super()._init_group(group, *lists)
+        """torch's AdamW.step calls this, and then updates what is in the lists."""
+        if not group.get("muon"):
+            return super()._init_group(group, *lists)
+        self.update_matrices(group)
+        return False
 
     @property
     def muon_group(self) -> dict[str, Any]:
@@ -473,7 +466,7 @@ def clip_gradients(optimizer: torch.optim.Optimizer, limit: float) -> Tensor:
             torch._foreach_mul_(own, factor.to(device))
     found_inf = (~grad_norm.isfinite()).float()
     if isinstance(optimizer, AdamW) and grad_norm.device.type not in IGNORE_FOUND_INF:
-        optimizer.skip_if(found_inf)
+        optimizer.found_inf = found_inf
     elif found_inf:  # waits for the device
         optimizer.zero_grad()
     return grad_norm
