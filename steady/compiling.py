@@ -39,8 +39,9 @@ class Plan:
         return self.obstacle is None
 
     def fall_back(self, obstacle: str) -> None:
-        """Fall back to eager."""
+        """Fall back to eager, also for Muon's functions and for what you have compiled."""
         self.obstacle, self.cuda_graphs = obstacle, False
+        torch.compiler.set_stance("force_eager")
 
     def summary(self, process: Process, fp8: bool = False) -> str:
         """The device, dtype and compilation of a run in one line, and any unavailable features."""

@@ -5,7 +5,7 @@ Any torch optimizer can replace ours.
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -98,8 +98,8 @@ class Muon(AdamW):
         self.dtype = dtype if dtype == torch.bfloat16 else torch.float32
         self.add_momentum, self.scale_rows = muon.add_momentum, muon.scale_rows
         if compiled and self.muon_group["params"][0].is_cuda:  # a third of the memory traffic
-            self.add_momentum = compiled_if_possible(muon.add_momentum)
-            self.scale_rows = compiled_if_possible(muon.scale_rows)
+            self.add_momentum = torch.compile(muon.add_momentum, dynamic=True)
+            self.scale_rows = torch.compile(muon.scale_rows, dynamic=True)
 
     def initial_state(self, group: dict[str, Any], parameter: nn.Parameter) -> dict[str, Tensor]:
         if not group.get("muon"):
@@ -181,22 +181,6 @@ def stacked(tensors: list[Tensor]) -> Tensor:
         if own == slices:
             return whole
     return torch.stack(tensors)
-
-
-def compiled_if_possible(function: Callable) -> Callable:
-    """`function`, compiled once for all shapes. If compiling fails, it runs eagerly, so that the
-    run goes on. (Compiling fails before anything is computed.)"""
-    compiled = torch.compile(function, dynamic=True)
-
-    def call(*arguments: Any) -> Any:
-        nonlocal compiled
-        try:
-            return compiled(*arguments)
-        except torch._dynamo.exc.TorchDynamoException:
-            compiled = function
-            return function(*arguments)
-
-    return call
 
 
 def stacks_of(

@@ -87,8 +87,15 @@ def test_f57_an_error_in_compiled_code_is_raised_by_the_same_step_uncompiled():
             raise torch._dynamo.exc.Unsupported("the compiler's words for it")
         raise ValueError("too many values to unpack (expected 2)")
 
-    with pytest.raises(ValueError, match="too many values"):
-        fit(trial, settings(2, 1), Process(), plan)
+    def broken(graph, inputs):
+        raise OSError("no compiler")
+
+    try:
+        with pytest.raises(ValueError, match="too many values"):
+            fit(trial, settings(2, 1), Process(), plan)
+        assert torch.compile(torch.neg, backend=broken)(torch.ones(())) == -1.0  # eager, too
+    finally:
+        torch.compiler.set_stance("default")
     assert tried == [True, False]
 
 
