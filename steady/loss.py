@@ -46,8 +46,6 @@ def linear_cross_entropy(
     Returns a scalar in float32 (float64 for float64 inputs); 0 if all targets are ignored. Matmuls
     run in autocast's dtype if it is on, and everything between them in float32.
     """
-    if targets.numel() != len(hidden):
-        raise ValueError(f"{targets.numel()} targets for {len(hidden)} rows of hidden states")
     if targets.dim() < 2 and isinstance(share, Tensor):
         raise ValueError("second_target needs targets of shape (B, T), not flattened")
     dtype = compute_dtype(hidden)
@@ -61,9 +59,9 @@ def linear_cross_entropy(
         second = F.pad(targets[:, 1:], (0, 1), value=-1)  # the last token has none
         shares = torch.where((targets < 0) | (second < 0), 0.0, share)
         second = torch.where(shares > 0, second, targets)
-        rows = (x.flatten() for x in (targets, second, shares))
+        rows = (x.reshape(len(hidden)) for x in (targets, second, shares))
         return _LinearCrossEntropy.apply(hidden, weight, bias, dtype, chunk, *rows)
-    targets = targets.flatten()
+    targets = targets.reshape(len(hidden))
     weight, bias = weight.to(dtype), None if bias is None else bias.to(dtype)
     parts = zip(hidden.to(dtype).split(chunk), targets.split(chunk), strict=True)
     total = sum(_losses(_log_softmax(F.linear(h, weight, bias)), t).sum() for h, t in parts)
