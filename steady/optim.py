@@ -384,14 +384,13 @@ class AveragedWeights:
         self.parameters = {n: p for n, p in named.items() if p.requires_grad or n in saved}
         self.averages = {name: p.detach().clone() for name, p in self.parameters.items()}
         for name, average in (self.averages if saved else {}).items():
-            value = saved.get(name)
-            if not isinstance(value, Tensor) or value.shape != average.shape:
+            value, own = saved.get(name), local_shards([average])[0]
+            fits = isinstance(value, Tensor) and value.shape == average.shape
+            if not fits or not own.copy_(local_rows(value, average)).sum().isfinite():
                 raise UserError(
-                    f"the average of {name} is missing or does not fit: use --average_weights=False"
+                    f"the average of {name} is missing, does not fit or is not finite: use "
+                    "--average_weights=False"
                 )
-            own = local_shards([average])[0].copy_(local_rows(value, average))
-            if not own.sum().isfinite():
-                raise UserError(f"the average of {name} is not finite: use --average_weights=False")
 
     def state_dict(self) -> dict[str, Tensor]:
         return self.averages

@@ -770,13 +770,9 @@ def test_averages_are_resumed_and_damaged_ones_refused():
         with AveragedWeights(model, enabled, was).blended():
             for name, p in model.named_parameters():
                 torch.testing.assert_close(p, before[name] + moved)
-    for name, value, complaint in (
-        ("final_norm.weight", torch.ones(3), "missing or does not fit"),
-        ("final_norm.weight", None, "missing or does not fit"),
-        ("final_norm.weight", torch.full((16,), float("nan")), "not finite"),
-    ):
-        with pytest.raises(ValueError, match=f"average of {name} is {complaint}"):
-            AveragedWeights(model, True, saved | {name: value})
+    for value in (torch.ones(3), None, torch.full((16,), float("nan"))):
+        with pytest.raises(ValueError, match="average of final_norm.weight is missing"):
+            AveragedWeights(model, True, saved | {"final_norm.weight": value})
 
 
 def test_weights_come_back_if_the_blend_itself_fails():
