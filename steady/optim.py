@@ -293,20 +293,13 @@ def load_state(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
 
     Raises UserError if the state belongs to another optimizer or to other parameters.
     """
-    parameters, states = all_parameters(optimizer), saved.get("state", {})
-    if not isinstance(states, dict) or not isinstance(saved.get("kind", ""), str):
-        raise UserError("its optimizer state is malformed")
-    first = states.get(0) if isinstance(states.get(0), dict) else {}
-    was = saved.get("kind") or ("muon" if "momentum" in first else "adamw")
-    now = optimizer_name(optimizer)
-    if was != now and (states or "kind" in saved):
+    was, now = saved.get("kind"), optimizer_name(optimizer)
+    if isinstance(was, str) and was != now:
         raise UserError(f"it was trained with optimizer={was}, not {now}: continue with {was}")
     if not isinstance(optimizer, AdamW):
-        # such an optimizer may keep values in its groups, a step count for example
-        settings = saved.get("param_groups") or optimizer.state_dict()["param_groups"]
-        more = {name: value for name, value in saved.items() if name != "kind"}
-        optimizer.load_state_dict(more | {"state": states, "param_groups": settings})
+        optimizer.load_state_dict({key: value for key, value in saved.items() if key != "kind"})
         return
+    parameters, states = all_parameters(optimizer), saved.get("state", {})
     for i, (group, parameter) in enumerate(members(optimizer)):
         if parameter not in optimizer.state and i in states:  # of a group that you added
             optimizer.state[parameter] = optimizer.initial_state(group, parameter)
@@ -324,11 +317,8 @@ def load_state(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
             if name in ("step", "exp_avg_sq") and own.numel() and not own.min() >= 0:
                 raise UserError(f"optimizer state {name} of parameter {i} is negative or NaN")
     own = {*optimizer.defaults, "params", "muon", "lr_scale"} - {"lr"}  # from this run's code
-    old = saved.get("param_groups")
-    old = old if isinstance(old, list) else []
-    for group, values in zip(optimizer.param_groups, old, strict=False):
-        if isinstance(values, dict):  # changes by a scheduler
-            group |= {name: value for name, value in values.items() if name not in own}
+    for group, old in zip(optimizer.param_groups, saved.get("param_groups", []), strict=False):
+        group |= {name: value for name, value in old.items() if name not in own}  # a scheduler's
     expected = sum(parameter in optimizer.state for parameter in parameters)
     if len(states) != expected:
         raise UserError(
