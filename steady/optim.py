@@ -214,6 +214,8 @@ def build_optimizer(
     evaluates = config.get("eval_only", False)
     if not parameters and not evaluates:
         raise UserError("all parameters are frozen (requires_grad=False): nothing to train")
+    if any(p.is_complex() for p in parameters):
+        raise UserError("complex parameters: use torch.view_as_real, or another optimizer")
     uses_muon = config.get("optimizer") == "muon" and not evaluates
     matrices = hidden_matrices(model) if uses_muon else []
     among = set(matrices)
@@ -246,11 +248,6 @@ def build_optimizer(
         optimizer = Muon([inner, *groups], head_dims, compiled, dtype, **rates, fused=True)
     else:
         optimizer = AdamW(groups, **rates, fused=True)
-    if unusable := [n for n, p in model.named_parameters() if p.requires_grad and p.is_complex()]:
-        raise UserError(
-            f"optimizer={optimizer_name(optimizer)} cannot train complex parameters: "
-            f"{', '.join(unusable[:5])}; use torch.view_as_real, or another optimizer in train.py"
-        )
     for group, parameter in members(optimizer):
         optimizer.state[parameter] = optimizer.initial_state(group, parameter)
     if uses_muon:
