@@ -31,15 +31,13 @@ def linear_cross_entropy(
     weight: Tensor,
     targets: Tensor,
     chunk_elements: int = CHUNK_ELEMENTS,
-    bias: Tensor | None = None,
     share: Tensor | float = 0.0,
 ) -> Tensor:
-    """Mean of `cross_entropy(hidden @ weight.T + bias, targets)`; negative targets are ignored.
+    """Mean of `cross_entropy(hidden @ weight.T, targets)`; negative targets are ignored.
 
     Args:
         hidden: (N, C). weight: (V, C). targets: (N,) or (B, T) int64.
         chunk_elements: logits to hold at a time; more is a little faster.
-        bias: (V,) or None.
         share: with gradients enabled, a token's loss is (1 - share) times the cross-entropy of its
             target plus share times that of the next target in its sequence, if there is one.
 
@@ -60,29 +58,27 @@ def linear_cross_entropy(
         shares = torch.where((targets < 0) | (second < 0), 0.0, share)
         second = torch.where(shares > 0, second, targets)
         rows = (x.reshape(len(hidden)) for x in (targets, second, shares))
-        return _LinearCrossEntropy.apply(hidden, weight, bias, dtype, chunk, *rows)
+        return _LinearCrossEntropy.apply(hidden, weight, dtype, chunk, *rows)
     targets = targets.reshape(len(hidden))
-    weight, bias = weight.to(dtype), None if bias is None else bias.to(dtype)
+    weight = weight.to(dtype)
     parts = zip(hidden.to(dtype).split(chunk), targets.split(chunk), strict=True)
-    total = sum(_losses(_log_softmax(F.linear(h, weight, bias)), t).sum() for h, t in parts)
+    total = sum(_losses(_log_softmax(F.linear(h, weight)), t).sum() for h, t in parts)
     return total / _count(targets)
 
 
 class LinearCrossEntropy(nn.Module):
     """The mean of `cross_entropy(head(hidden), targets)` as a layer, so that it is compiled like
-    the model's other layers. Only a plain nn.Linear saves the memory of the logits."""
+    the model's other layers. Only a plain nn.Linear without bias saves the logits' memory."""
 
     share: Tensor | float = 0.0  # optim.set_second_target changes it
 
     def forward(self, hidden: Tensor, head: nn.Module, targets: Tensor) -> Tensor:
         hooks = "_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks"
         edited = "forward" in vars(head) or any(getattr(head, name) for name in hooks)
-        if type(head).forward is nn.Linear.forward and not edited:
-            return linear_cross_entropy(
-                hidden, head.weight, targets, bias=head.bias, share=self.share
-            )
+        if type(head).forward is nn.Linear.forward and head.bias is None and not edited:
+            return linear_cross_entropy(hidden, head.weight, targets, share=self.share)
         if isinstance(self.share, Tensor):
-            raise UserError("second_target needs a plain nn.Linear as lm_head: use 0 for another")
+            raise UserError("second_target needs a plain nn.Linear as lm_head, without bias: use 0")
         targets = targets.reshape(len(hidden))
         return _losses(_log_softmax(head(hidden)), targets).sum() / _count(targets)
 
@@ -162,12 +158,11 @@ if triton is not None:
 
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, weight, bias, dtype, chunk, targets, second, shares):
-        cast_weight, cast_bias = weight.to(dtype), None if bias is None else bias.to(dtype)
-        total, grad_weight, grad_bias, grad_hidden = 0.0, None, None, []
+    def forward(ctx, hidden, weight, dtype, chunk, targets, second, shares):
+        cast_weight, total, grad_weight, grad_hidden = weight.to(dtype), 0.0, None, []
         columns = (hidden.to(dtype), targets, second, shares)
         for h, *t in zip(*(column.split(chunk) for column in columns), strict=True):
-            losses, grad = losses_and_gradient(F.linear(h, cast_weight, cast_bias), *t)
+            losses, grad = losses_and_gradient(F.linear(h, cast_weight), *t)
             total = total + losses.sum()
             grad_hidden.append(grad @ cast_weight)
             part = grad.T @ h
@@ -175,12 +170,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 grad_weight = part if len(h) == len(hidden) else part.to(_accumulator(dtype))
             else:
                 grad_weight += part
-            if bias is not None:
-                part = grad.sum(dim=0, dtype=_accumulator(dtype))
-                grad_bias = part if grad_bias is None else grad_bias + part
             del grad, part  # or eager mode would hold two chunks at a time
         count = _count(targets)
-        ctx.save_for_backward(torch.cat(grad_hidden), grad_weight, grad_bias, count)
+        ctx.save_for_backward(torch.cat(grad_hidden), grad_weight, count)
         ctx.dtypes = hidden.dtype, weight.dtype
         return total / count
 
@@ -192,12 +184,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
             )
         # Divide by the count only here, together with GradScaler's factor: by itself the division
         # would make small float16 gradients underflow.
-        grad_hidden, grad_weight, grad_bias, count = ctx.saved_tensors
+        grad_hidden, grad_weight, count = ctx.saved_tensors
         scale = grad_loss / count
         hidden_dtype, weight_dtype = ctx.dtypes
         wide = _accumulator(grad_hidden.dtype)
         grad_hidden = (grad_hidden.to(wide) * scale).to(hidden_dtype)
         grad_weight = (grad_weight.to(wide) * scale).to(weight_dtype)
-        if grad_bias is not None:
-            grad_bias = (grad_bias * scale).to(weight_dtype)
-        return grad_hidden, grad_weight, grad_bias, None, None, None, None, None
+        return grad_hidden, grad_weight, None, None, None, None, None
