@@ -9,13 +9,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from steady import UserError, muon
 from steady.distributed import is_sharded, local_rows, local_shards, own_memory, reshard, total_norm
 from steady.loss import LinearCrossEntropy
-from steady.output import shown
 from steady.recompute import repeated_blocks
 
 # initial value, final value, and warm-up steps: more than a short run has (docs/choosing.md)
@@ -232,12 +230,6 @@ def build_optimizer(
                 "optimizer=muon found no matrix to train in an nn.ModuleList or nn.Sequential of "
                 "the model: use --optimizer=adamw"
             )
-        head = getattr(getattr(model, "lm_head", None), "weight", None)
-        expected = {*matrices, *embedding_tables(model), head}
-        outside = [n for n, p in model.named_parameters()
-                   if p.requires_grad and p.dim() == 2 and p not in expected]  # fmt: skip
-        if outside and not (dist.is_initialized() and dist.get_rank()):
-            print(f"note: not in a block, so AdamW trains {shown(', '.join(outside))}")
         inner = {"params": matrices, "muon": True, "weight_decay": decay}
         head_dims = {
             layer.weight: layer.head_dim
@@ -257,13 +249,9 @@ def build_optimizer(
 
 def hidden_matrices(model: nn.Module) -> list[nn.Parameter]:
     """The trainable two-dimensional parameters in the model's blocks, except for embeddings."""
-    tables = embedding_tables(model)
+    tables = {m.weight for m in model.modules() if isinstance(m, nn.Embedding)}
     found = dict.fromkeys(p for block in repeated_blocks(model) for p in block.parameters())
     return [p for p in found if p.dim() == 2 and p.requires_grad and p not in tables]
-
-
-def embedding_tables(model: nn.Module) -> set[nn.Parameter]:
-    return {m.weight for m in model.modules() if isinstance(m, nn.Embedding)}
 
 
 def members(optimizer: torch.optim.Optimizer) -> list[tuple[dict[str, Any], nn.Parameter]]:
