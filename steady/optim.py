@@ -209,12 +209,11 @@ def build_optimizer(
     Raises UserError if there is nothing for Muon, or nothing to train.
     """
     parameters = [p for p in model.parameters() if p.requires_grad]
-    evaluates = config.get("eval_only", False)
-    if not parameters and not evaluates:
+    if not parameters and not config.get("eval_only"):
         raise UserError("all parameters are frozen (requires_grad=False): nothing to train")
     if any(p.is_complex() for p in parameters):
         raise UserError("complex parameters: use torch.view_as_real, or another optimizer")
-    uses_muon = config.get("optimizer") == "muon" and not evaluates
+    uses_muon = config.get("optimizer") == "muon" and bool(parameters)  # none in an evaluation
     matrices = hidden_matrices(model) if uses_muon else []
     among = set(matrices)
     others = [p for p in parameters if p not in among]
