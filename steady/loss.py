@@ -109,7 +109,7 @@ def losses_and_gradient(
         losses = torch.empty(logits.shape[0], device=logits.device, dtype=torch.float32)
         block = min(8192, triton.next_power_of_2(logits.shape[1]))
         _cross_entropy_kernel[(logits.shape[0],)](
-            logits, targets, second, shares, losses, logits.shape[1], BLOCK=block, num_warps=8
+            logits, targets, second, shares, losses, logits.shape[1], BLOCK=block, num_warps=16
         )
         return losses, logits
     log_probs = _log_softmax(logits)
@@ -121,56 +121,72 @@ def losses_and_gradient(
     return losses, gradient.masked_fill_(targets[:, None] < 0, 0.0).to(logits.dtype)
 
 
+@torch.library.custom_op("steady::add_product", mutates_args=("total",))
+def add_product(total: Tensor, a: Tensor, b: Tensor, beta: float) -> None:
+    """total = beta total + a @ b. On a GPU the matmul adds, so that no product is stored. (As an
+    operator of its own, because torch.compile would copy `total` first.)"""
+    if total.is_cuda:
+        torch.addmm(total, a, b, beta=beta, out_dtype=total.dtype, out=total)
+    else:
+        total.add_(a @ b) if beta else total.copy_(a @ b)
+
+
 if triton is not None:
 
     @triton.jit
     def _cross_entropy_kernel(
         logits, targets, seconds, shares, losses, vocab_size, BLOCK: tl.constexpr
     ):
-        """One program per row: one pass for the log-sum-exp, one that overwrites the logits."""
+        """One program per row: one pass for the log-sum-exp, one that overwrites the logits. The
+        first asks the cache to keep the row, so that the second need not read it from memory."""
         row = tl.program_id(0).to(tl.int64)
         logits += row * vocab_size
         target = tl.load(targets + row)
         counts = target >= 0
-        picked = tl.load(logits + target, mask=counts, other=0.0).to(tl.float32)
         second, share = tl.load(seconds + row), tl.load(shares + row)
-        also = tl.load(logits + second, mask=counts, other=0.0).to(tl.float32)
-        picked += share * (also - picked)
+        x_target = tl.load(logits + target, mask=counts, other=0.0).to(tl.float32)
+        x_second = tl.load(logits + second, mask=counts, other=0.0).to(tl.float32)
         largest, total = -float("inf"), 0.0  # running maximum, and sum of exp(x - maximum)
         for start in range(0, vocab_size, BLOCK):
             columns = start + tl.arange(0, BLOCK)
             inside = columns < vocab_size
-            x = tl.load(logits + columns, mask=inside, other=-float("inf")).to(tl.float32)
+            x = tl.load(
+                logits + columns, mask=inside, other=-float("inf"), eviction_policy="evict_last"
+            ).to(tl.float32)
             new_largest = tl.maximum(largest, tl.max(x, axis=0))
             total = total * tl.exp(largest - new_largest) + tl.sum(tl.exp(x - new_largest), axis=0)
             largest = new_largest
         log_sum = largest + tl.log(total)
-        tl.store(losses + row, tl.where(counts, log_sum - picked, 0.0))
+        loss = log_sum - x_target - share * (x_second - x_target)
+        tl.store(losses + row, tl.where(counts, loss, 0.0))
+        log_sum = tl.where(counts, log_sum, float("inf"))  # a gradient of 0 for ignored targets
         for start in range(0, vocab_size, BLOCK):
             columns = start + tl.arange(0, BLOCK)
             inside = columns < vocab_size
-            x = tl.load(logits + columns, mask=inside, other=0.0).to(tl.float32)
-            gradient = tl.exp(x - log_sum) - tl.where(columns == target, 1.0 - share, 0.0)
-            gradient -= tl.where(columns == second, share, 0.0)
-            gradient = tl.where(counts, gradient, 0.0)
-            tl.store(logits + columns, gradient.to(logits.dtype.element_ty), mask=inside)
+            x = tl.load(logits + columns, mask=inside, eviction_policy="evict_first").to(tl.float32)
+            x = tl.exp(x - log_sum).to(logits.dtype.element_ty)
+            tl.store(logits + columns, x, mask=inside, eviction_policy="evict_first")
+        tl.debug_barrier()  # these two come after the softmax
+        share = tl.where(second == target, 0.0, share)
+        tl.store(logits + second, tl.exp(x_second - log_sum) - share, mask=counts)
+        tl.debug_barrier()
+        tl.store(logits + target, tl.exp(x_target - log_sum) - (1.0 - share), mask=counts)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, dtype, chunk, targets, second, shares):
-        cast_weight, total, grad_weight, grad_hidden = weight.to(dtype), 0.0, None, []
+        cast_weight, total, grad_hidden = weight.to(dtype), 0.0, []
+        # a single chunk needs no float32 sum
+        sum_dtype = dtype if chunk >= len(hidden) else _accumulator(dtype)
+        grad_weight = torch.empty_like(weight, dtype=sum_dtype)
         columns = (hidden.to(dtype), targets, second, shares)
         for h, *t in zip(*(column.split(chunk) for column in columns), strict=True):
             losses, grad = losses_and_gradient(F.linear(h, cast_weight), *t)
             total = total + losses.sum()
             grad_hidden.append(grad @ cast_weight)
-            part = grad.T @ h
-            if grad_weight is None:  # a single chunk needs no float32 sum
-                grad_weight = part if len(h) == len(hidden) else part.to(_accumulator(dtype))
-            else:
-                grad_weight += part
-            del grad, part  # or eager mode would hold two chunks at a time
+            add_product(grad_weight, grad.T, h, beta=float(len(grad_hidden) > 1))
+            del grad  # or eager mode would hold two chunks at a time
         count = _count(targets)
         ctx.save_for_backward(torch.cat(grad_hidden), grad_weight, count)
         ctx.dtypes = hidden.dtype, weight.dtype
