@@ -291,7 +291,7 @@ class DataLoader:
         while True:
             n += 1
             pending, ready = self.reader.submit(read, n), pending
-            yield moved(ready.result(), device)
+            yield tuple(x.to(device, non_blocking=True) for x in ready.result())
 
 
 def eval_batches(
@@ -314,7 +314,8 @@ def eval_batches(
         tokens, targets = to_batch(windows, process.device)
         if len(mine):  # a batch without windows has a weight of 0, so its targets may stay
             targets[len(mine) :] = -1
-        yield *moved((tokens, targets), process.device), len(mine) / n_sequences
+        batch = (x.to(process.device, non_blocking=True) for x in (tokens, targets))
+        yield *batch, len(mine) / n_sequences
 
 
 def eval_starts(file: TokenFile, n_sequences: int) -> np.ndarray:
@@ -329,9 +330,3 @@ def to_batch(windows: np.ndarray, device: torch.device) -> Batch:
     if device.type == "cuda":
         tokens, targets = tokens.pin_memory(), targets.pin_memory()
     return tokens, targets
-
-
-def moved(batch: Batch, device: torch.device) -> Batch:
-    """The batch on `device`, without waiting for the copy."""
-    tokens, targets = batch
-    return tokens.to(device, non_blocking=True), targets.to(device, non_blocking=True)
