@@ -7,7 +7,6 @@ micro-batch is a slice of them. So the data does not depend on the micro-batch s
 processes or how often a run was resumed.
 """
 
-import contextlib
 import math
 import shlex
 import threading
@@ -86,33 +85,27 @@ class DataSet:
         self.dtype = self.meta.get("dtype", "uint16")
         self.tokenizer = {key: self.meta[key] for key in META_KEYS if key in self.meta}
         self.ids = {}  # identify the files: size, and checksum of the beginning
-        for name in ("train.bin", "val.bin"):
-            require_file(folder / name)
-            with contextlib.suppress(FileNotFoundError):
-                beginning, size = crc_of_start(folder / name), (folder / name).stat().st_size
-                self.ids[name] = f"{beginning:08x}, {size} bytes"
-                if self.meta.get("begins", {}).get(name[:-4], beginning) != beginning:
-                    raise UserError(
-                        f"{folder / name} does not belong to its meta.json: prepare the data set "
-                        "again"
-                    )
+        for split in ("train", "val"):
+            path = folder / f"{split}.bin"
+            require_file(path)
+            beginning, size = crc_of_start(path), path.stat().st_size
+            self.ids[path.name] = f"{beginning:08x}, {size} bytes"
+            found = {"begins": beginning, "tokens": size // np.dtype(self.dtype).itemsize}
+            if any(self.meta.get(key, {}).get(split, found[key]) != found[key] for key in found):
+                raise UserError(
+                    f"{path} does not belong to its meta.json, or is an incomplete copy: copy or "
+                    "prepare the data set again"
+                )
 
     def open(self, block_size: int, vocab_size: int) -> tuple["TokenFile", "TokenFile"]:
         """The training and validation tokens, for a model with this context and vocabulary."""
         described = self.meta.get("vocab_size", math.inf) <= vocab_size
         vocab_size = min(self.vocab_size, vocab_size)
-        files = {}
-        for split in ("val", "train"):  # the shorter first: its error names a block_size for both
-            path = self.folder / f"{split}.bin"
-            file = TokenFile(path, block_size, vocab_size, self.dtype, described)
-            expected = self.meta.get("tokens", {}).get(split, file.n_tokens)
-            if file.n_tokens != expected:  # an incomplete copy
-                raise UserError(
-                    f"{path} has {file.n_tokens} tokens, but its meta.json says {expected}: copy "
-                    "or prepare the data set again (or correct meta.json)"
-                )
-            files[split] = file
-        return files["train"], files["val"]
+        val, train = (  # the shorter first: its error names a block_size for both
+            TokenFile(self.folder / name, block_size, vocab_size, self.dtype, described)
+            for name in ("val.bin", "train.bin")
+        )
+        return train, val
 
     def bits_per_byte(self, val_loss: float) -> dict[str, float]:
         """`val_bpb`: a validation loss (nats per token) as bits per byte of UTF-8 text, which does
@@ -154,9 +147,6 @@ class TokenFile:
         self.path, self.block_size, self.vocab_size = path, block_size, vocab_size
         self.described = described  # whether vocab_size comes from meta.json
         self.dtype = np.dtype(dtype).newbyteorder("<")
-        if not path.exists():
-            raise UserError(f"{path} is missing: prepare the data set again")
-        require_file(path)
         size, width = path.stat().st_size, self.dtype.itemsize
         if size == 0 or size % width:
             raise UserError(

@@ -240,10 +240,11 @@ def test_missing_data_set_says_which_command_prepares_it(tmp_path):
 
 
 def test_missing_validation_file_and_broken_meta_are_named(tmp_path):
-    with pytest.raises(ValueError, match="val.bin is missing"):
-        TokenFile(tmp_path / "val.bin", 8, 100)
     write(tmp_path / "train.bin", [1] * 20)
     assert read_meta(tmp_path) == {}
+    with pytest.raises(FileNotFoundError, match="No such file .*val.bin"):
+        DataSet(str(tmp_path))
+    write(tmp_path / "val.bin", [1] * 20)
     summary = DataSet(str(tmp_path)).summary(8)
     assert summary.endswith("20 tokens, 8 per iteration (no meta.json: assuming GPT-2 tokens)")
     (tmp_path / "meta.pkl").write_bytes(b"")

@@ -617,10 +617,7 @@ def test_other_training_text_is_noted_and_half_of_it_refused(run, sums, tmp_path
     shown = train(run, out, other, "--max_iters=6", "--init_from=resume")
     assert "note: train.bin has changed since the checkpoint: the run trains" in shown
     tokens[: len(tokens) // 2].tofile(other / "train.bin")
-    message = (
-        rf"train.bin has {len(tokens) // 2} tokens, but its meta.json says {len(tokens)}: copy"
-    )
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match="train.bin does not belong .* or is an incomplete copy:"):
         train(run, out, other, "--max_iters=6")
 
 
