@@ -239,10 +239,7 @@ class DataLoader:
         offset: int = 0,
     ):
         if accumulation < process.world_size:
-            raise UserError(
-                f"an iteration has fewer sequences than one micro-batch ({batch_size}): settings "
-                "must be changed above the call of configure()"
-            )
+            raise UserError(f"no batch of {batch_size} per step: change settings above configure()")
         self.file, self.batch_size, self.seed = file, batch_size, seed
         self.accumulation, self.process, self.offset = accumulation, process, offset
         self.reader = ThreadPoolExecutor(max_workers=1)
