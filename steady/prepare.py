@@ -18,7 +18,7 @@ import shlex
 import shutil
 import sys
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -80,33 +80,29 @@ def write_dataset(
 ) -> None:
     """Tokenize `splits` (`{"train": documents, "val": documents}`) into `folder`."""
 
-    def read(i: int) -> Iterator[Piece]:
-        for n, text in enumerate(splits[SPLITS[i]], 1):
-            yield Piece(SPLITS[i], text, f"document {n} of {SPLITS[i]}")
-
-    write_tokens(Path(folder), tokenizer, read, len(SPLITS), 0)
+    pieces = (
+        Piece(split, text, f"document {n} of {split}")
+        for split in SPLITS
+        for n, text in enumerate(splits[split], 1)
+    )
+    write_tokens(Path(folder), tokenizer, pieces)
 
 
 def write_tokens(
     folder: Path,
     tokenizer: Tokenizer,
-    read: Callable[[int], Iterator[Piece]],
-    n_parts: int,
-    size: int,
+    pieces: Iterator[Piece],
+    size: int = 0,
     num_proc: int = 1,
     skip_bad_rows: bool | None = None,
     max_tokens: int = 0,
-    unit: str = "document",
-    total: int | None = None,
 ) -> None:
-    """Make a data set of the documents in the parts `read(0)` to `read(n_parts - 1)`, and print the
-    command that trains on it.
+    """Make a data set of the documents, and print the command that trains on it.
 
     Args:
-        size: estimated bytes of the tokens.
+        size: bytes of the text, as far as known.
         skip_bad_rows: None if the user has no such setting.
         max_tokens: stop after this many training tokens; 0: take all.
-        unit, total: of the documents' positions, for the progress bar.
     """
     refuse_foreign_files(folder)
     claim(folder)
@@ -114,19 +110,19 @@ def write_tokens(
     width, tokens = token_dtype(tokenizer).itemsize, dict.fromkeys(SPLITS, 0)
     n_bytes, skipped, n_skipped = dict.fromkeys(SPLITS, 0), [], 0
     seen = np.zeros(tokenizer.vocab_size, dtype=np.int64)  # how often each id is in val.bin
-    needed, free = max_tokens * width or size, shutil.disk_usage(folder).free
+    per_token = 1 if hasattr(tokenizer, "encode_array") else 4  # bytes of text
+    needed, free = width * (max_tokens or size // per_token), shutil.disk_usage(folder).free
     if needed > free:
         raise UserError(
             f"{folder} needs about {needed / 2**30:.1f} GiB, but {free / 2**30:.1f} are free: make "
             "room, or use --out=FOLDER on another disk"
         )
-    if max_tokens:
-        unit, total = "token", max_tokens
-    bar = waiting(None, total, "tokenizing", unit=unit, unit_scale=True)
+    encoded = encode_batches(tokenizer, batches(pieces), num_proc)
+    n_batches = math.ceil((max_tokens * per_token or size) / BATCH)
     with contextlib.ExitStack() as stack:
         stack.callback((folder / ".lock").unlink, missing_ok=True)
         files = {s: stack.enter_context(atomic_write(folder / f"{s}.bin")) for s in SPLITS}
-        for ids, sizes, bad, at in encode_batches(tokenizer, batches(read, n_parts), num_proc):
+        for ids, sizes, bad in waiting(encoded, n_batches, "tokenizing", unit="batch"):
             if bad and not skip_bad_rows:
                 hint = "" if skip_bad_rows is None else " (--skip_bad_rows=True skips such rows)"
                 raise UserError(bad[0] + hint)
@@ -136,15 +132,12 @@ def write_tokens(
                 tokens[split] += len(ids[split])
                 n_bytes[split] += sizes[split]
             seen += np.bincount(ids["val"], minlength=len(seen))
-            advance(bar, tokens["train"] if max_tokens else at)
             if 0 < max_tokens <= tokens["train"]:
                 break
         if 0 < max_tokens < tokens["train"]:
             files["train"].truncate(max_tokens * width)
             tokens["train"] = max_tokens
             del n_bytes["train"]  # the bytes of its text are unknown
-        if bar is not None:
-            bar.close()
         if n_skipped:
             print(visible("\n".join(skipped + ["..."] * (n_skipped > 10))))
             print(f"warning: skipped {n_skipped:,} bad rows")
@@ -152,10 +145,10 @@ def write_tokens(
     say_how_to_train(folder, tokenizer)
 
 
-def batches(read: Callable[[int], Iterator[Piece]], n_parts: int) -> Iterator[list[Piece]]:
+def batches(pieces: Iterator[Piece]) -> Iterator[list[Piece]]:
     """Batches of about BATCH characters of the documents."""
     batch, size = [], 0
-    for piece in itertools.chain.from_iterable(map(read, range(n_parts))):
+    for piece in pieces:
         batch.append(piece)
         size += len(piece.text) + 100  # an empty document takes memory too
         if size >= BATCH:
@@ -167,7 +160,7 @@ def batches(read: Callable[[int], Iterator[Piece]], n_parts: int) -> Iterator[li
 
 def encode_batches(
     tokenizer: Tokenizer, batches: Iterable[list[Piece]], num_proc: int
-) -> Iterator[tuple[dict[str, np.ndarray], dict[str, int], list[str], int]]:
+) -> Iterator[tuple[dict[str, np.ndarray], dict[str, int], list[str]]]:
     """The results of `encode_batch` on every batch, in order. Threads take turns, with at most two
     batches for each of them in memory."""
     num_proc = min(num_proc, 4 * (os.cpu_count() or 1))  # thousands would take all memory
@@ -186,9 +179,8 @@ def encode_batches(
 
 def encode_batch(
     tokenizer: Tokenizer, pieces: list[Piece]
-) -> tuple[dict[str, np.ndarray], dict[str, int], list[str], int]:
-    """The ids and bytes of a batch's text by split, messages about its bad documents, and the
-    position at which it ends."""
+) -> tuple[dict[str, np.ndarray], dict[str, int], list[str]]:
+    """The ids and bytes of a batch's text by split, and messages about its bad documents."""
     dtype, bad = token_dtype(tokenizer), []
     ids: dict[str, list[Any]] = {split: [np.empty(0, dtype)] for split in SPLITS}
     n_bytes = dict.fromkeys(SPLITS, 0)
@@ -208,7 +200,7 @@ def encode_batch(
             if piece.before or piece.after:  # no part of a text can be skipped
                 raise UserError(bad[-1])
     joined = {s: np.concatenate(ids[s], dtype=dtype, casting="unsafe") for s in SPLITS}
-    return joined, n_bytes, bad, pieces[-1].at
+    return joined, n_bytes, bad
 
 
 def encode_document(tokenizer: Tokenizer, piece: Piece) -> list[Sequence[int]]:
@@ -222,12 +214,6 @@ def encode_document(tokenizer: Tokenizer, piece: Piece) -> list[Sequence[int]]:
         begin = begin if list(ids[0][:1]) != begin else []
         end = end if list(ids[-1][-1:]) != end else []
     return [begin, *ids, end]
-
-
-def advance(bar: Any, at: int) -> None:
-    """Move a progress bar, if there is one, to a position."""
-    if bar is not None:
-        bar.update(at - bar.n)
 
 
 def write_meta(
@@ -377,22 +363,21 @@ def prepare_from_hub(
     n_shards = dataset.num_shards if streaming else math.ceil(len(dataset) / DOCUMENTS_PER_SHARD)
     limit = np.uint64(int(val_fraction * 2**64))
 
-    def read(i: int) -> Iterator[Piece]:
-        row, part = 0, dataset.shard(num_shards=n_shards, index=i).select_columns("text")
-        for batch in part.iter(1000):
-            hashes = scramble(np.arange(row, row + len(batch["text"])) + (i << 32), key=0)
-            for text, held_out in zip(batch["text"], hashes < limit, strict=True):
-                row += 1
-                text, problem = textfiles.checked(text, "text")
-                where = f"document {row} of part {i + 1} of {n_shards}"
-                yield Piece("val" if held_out else "train", text, where, problem, i)
+    def pieces() -> Iterator[Piece]:
+        for i in range(n_shards):
+            row, part = 0, dataset.shard(num_shards=n_shards, index=i).select_columns("text")
+            for batch in part.iter(1000):
+                hashes = scramble(np.arange(row, row + len(batch["text"])) + (i << 32), key=0)
+                for text, held_out in zip(batch["text"], hashes < limit, strict=True):
+                    row += 1
+                    text, problem = textfiles.checked(text, "text")
+                    where = f"document {row} of part {i + 1} of {n_shards}"
+                    yield Piece("val" if held_out else "train", text, where, problem)
 
     size = dataset.data.nbytes if not streaming else 0
     if streaming and dataset.info.splits and split in dataset.info.splits:
         size = dataset.info.splits[split].num_bytes or 0
-    # a token takes two bytes and covers about four bytes of text
-    write_tokens(folder, tokenizer, read, n_shards, size // 2, num_proc,
-                 True, max_tokens, unit="shard", total=n_shards)  # fmt: skip
+    write_tokens(folder, tokenizer, pieces(), size, num_proc, True, max_tokens)
 
 
 def prepare_from_files(
@@ -416,26 +401,23 @@ def prepare_from_files(
     refuse_foreign_files(folder)
     for path in paths:
         textfiles.check_start(path)
-    sizes = [path.stat().st_size for path in paths]
-    begins = [0, *itertools.accumulate(sizes)]
+    size = sum(path.stat().st_size for path in paths)
 
-    def read(i: int, tokenizer: Tokenizer) -> Iterator[Piece]:
-        return textfiles.pieces_of(paths[i], i, column, val_fraction, tokenizer, begins[i])
+    def pieces(tokenizer: Tokenizer) -> Iterator[Piece]:
+        for number, path in enumerate(paths):
+            yield from textfiles.pieces_of(path, number, column, val_fraction, tokenizer)
 
     def texts(description: str) -> Iterator[str]:
         """All texts, for the tokenizers that are made from them."""
-        bar = waiting(None, sum(sizes), description, unit="B", unit_scale=True)
-        for batch in batches(lambda i: read(i, ByteTokenizer()), len(paths)):
-            for piece in batch:
-                if piece.problem is None:
-                    yield piece.text
-            advance(bar, batch[-1].at)
+        found = batches(pieces(ByteTokenizer()))
+        for batch in waiting(found, math.ceil(size / BATCH), description, unit="batch"):
+            yield from (piece.text for piece in batch if piece.problem is None)
 
     own = tokenizer == "char" or tokenizer.startswith("bpe:")
     if not own or special_tokens:
         chosen = tokenizer_named(tokenizer, special_tokens)
     elif tokenizer.startswith("bpe:"):
-        vocab_size, every = tokenizer.removeprefix("bpe:"), 1 + sum(sizes) // BPE_BYTES
+        vocab_size, every = tokenizer.removeprefix("bpe:"), 1 + size // BPE_BYTES
         if not vocab_size.isdecimal():
             raise UserError(
                 f"unknown tokenizer={tokenizer!r}: give the vocabulary size, as in bpe:8192"
@@ -449,9 +431,7 @@ def prepare_from_files(
         # a single text file is one long document, as nanoGPT's data sets are
         several = len(paths) > 1 or textfiles.kind_of(paths[0]) != "text"
         chosen = CharTokenizer("".join(map(chr, np.flatnonzero(seen))), ends=several)
-    size = sum(sizes) * 2 if tokenizer in ("char", "byte") else sum(sizes) // 2
-    write_tokens(folder, chosen, lambda i: read(i, chosen), len(paths), size, num_proc,
-                 skip_bad_rows, unit="B", total=sum(sizes))  # fmt: skip
+    write_tokens(folder, chosen, pieces(chosen), size, num_proc, skip_bad_rows)
 
 
 def tokenizer_named(name: str, special_tokens: bool) -> Tokenizer:

@@ -45,7 +45,6 @@ class Piece(NamedTuple):
     text: str
     where: str  # for messages
     problem: str | None = None  # the reason why a row has no text
-    at: int = 0  # position in the input, for the progress bar
     before: str = ""  # the text around a part, which can affect its ids; empty at both ends
     after: str = ""
 
@@ -78,26 +77,24 @@ def files_matching(pattern: str) -> list[Path]:
 
 
 def pieces_of(
-    path: Path, number: int, column: str, val_fraction: float, tokenizer: Tokenizer, at: int = 0
+    path: Path, number: int, column: str, val_fraction: float, tokenizer: Tokenizer
 ) -> Iterator[Piece]:
     """The documents of the file with that number. The last `val_fraction` of a text file is held
     out, or evenly spread rows of other files.
 
-    tokenizer: cuts long texts. at: position of the file in the input.
-
-    Raises UserError with the file's name if it cannot be read.
+    tokenizer: cuts long texts. Raises UserError with the file's name if it cannot be read.
     """
-    with reading(path) as (raw, file):
+    with reading(path) as file:
         kind = kind_of(path)
         if kind == "text":
-            yield from text_pieces(path, raw, file, val_fraction, tokenizer, at)
+            yield from text_pieces(path, file, val_fraction, tokenizer)
             return
         phase = number * GOLDEN % 1  # each file begins elsewhere between two held-out rows
         rows = {"json": json_rows, "csv": csv_rows, "parquet": parquet_rows}[kind]
         for row, (where, text, problem) in enumerate(rows(path, file, column)):
             before, after = (n * val_fraction + phase for n in (row, row + 1))
             split = "val" if int(after) > int(before) else "train"
-            yield Piece(split, text, f"{path}, {where}", problem, at + raw.tell())
+            yield Piece(split, text, f"{path}, {where}", problem)
 
 
 def kind_of(path: Path) -> str:
@@ -112,17 +109,15 @@ def unpacked_suffix(path: Path) -> str:
 
 
 @contextlib.contextmanager
-def reading(path: Path) -> Iterator[tuple[BinaryIO, BinaryIO]]:
-    """The open file and its unpacked content. Errors inside the block name the file."""
+def reading(path: Path) -> Iterator[BinaryIO]:
+    """The unpacked content of a file. Errors inside the block name the file."""
     try:
-        with open(path, "rb") as raw:
-            packing = PACKED.get(path.suffix.lower())
-            if packing is None:
-                yield raw, raw
-                return
-            import pyarrow
+        with open(path, "rb") as file:
+            if packing := PACKED.get(path.suffix.lower()):
+                import pyarrow
 
-            yield raw, io.BufferedReader(pyarrow.input_stream(raw, packing), READ_BYTES)
+                file = io.BufferedReader(pyarrow.input_stream(file, packing), READ_BYTES)
+            yield file
     except UserError:
         raise
     except (OSError, EOFError, ValueError, NotImplementedError, RecursionError) as error:
@@ -139,7 +134,7 @@ def check_start(path: Path) -> None:
         return
     # rows may have other bytes: latin-1 decodes all of them
     decoder = codecs.getincrementaldecoder("utf-8-sig" if kind == "text" else "latin-1")()
-    with reading(path) as (_, file):
+    with reading(path) as file:
         text = decoded(path, decoder, file.read(2**16), 0)
     rows = re.match(r'\[?\s*\{\s*"[^"\n]*"\s*:', text.lstrip())
     if kind == "text" and unpacked_suffix(path) not in (".txt", ".md"):
@@ -171,13 +166,13 @@ def decoded(path: Path, decoder: Any, block: bytes, position: int, final: bool =
 
 
 def text_pieces(
-    path: Path, raw: BinaryIO, file: BinaryIO, val_fraction: float, tokenizer: Tokenizer, at: int
+    path: Path, file: BinaryIO, val_fraction: float, tokenizer: Tokenizer
 ) -> Iterator[Piece]:
     """The training document of a text file, which is its beginning, and the validation document,
     which is its last `val_fraction` in bytes, cut between characters."""
     size, position = path.stat().st_size, 0
-    if file is not raw:
-        with reading(path) as (_, whole):
+    if path.suffix.lower() in PACKED:
+        with reading(path) as whole:
             size = sum(map(len, iter(lambda: whole.read(READ_BYTES), b"")))
     if file.peek(3)[:3] == codecs.BOM_UTF8:
         position = len(file.read(3))
@@ -196,7 +191,7 @@ def text_pieces(
 
     for split, stop in (("train", cut), ("val", size)):
         for before, text, after in cut_text(tokenizer, chunks(stop)):
-            yield Piece(split, text, str(path), None, at + raw.tell(), before, after)
+            yield Piece(split, text, str(path), None, before, after)
 
 
 def json_rows(path: Path, file: BinaryIO, column: str) -> Iterator[Row]:
