@@ -19,16 +19,17 @@ import io
 import json
 import os
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple, TextIO
 
 from steady import UserError
 from steady.folder import require_file
 from steady.output import shown
 from steady.tokenizer import Tokenizer, cut_text
 
-READ_BYTES = 2**22  # read at a time
+READ_SIZE = 2**22  # bytes or characters read at a time
 GOLDEN = 0.618034  # its multiples spread evenly, so small files have held-out rows too
 KINDS = {".jsonl": "json", ".ndjson": "json", ".json": "json", ".csv": "csv", ".tsv": "csv",
          ".parquet": "parquet"}  # fmt: skip
@@ -84,11 +85,11 @@ def pieces_of(
 
     tokenizer: cuts long texts. Raises UserError with the file's name if it cannot be read.
     """
+    kind = kind_of(path)
+    if kind == "text":
+        yield from text_pieces(path, val_fraction, tokenizer)
+        return
     with reading(path) as file:
-        kind = kind_of(path)
-        if kind == "text":
-            yield from text_pieces(path, file, val_fraction, tokenizer)
-            return
         phase = number * GOLDEN % 1  # each file begins elsewhere between two held-out rows
         rows = {"json": json_rows, "csv": csv_rows, "parquet": parquet_rows}[kind]
         for row, (where, text, problem) in enumerate(rows(path, file, column)):
@@ -116,82 +117,59 @@ def reading(path: Path) -> Iterator[BinaryIO]:
             if packing := PACKED.get(path.suffix.lower()):
                 import pyarrow
 
-                file = io.BufferedReader(pyarrow.input_stream(file, packing), READ_BYTES)
+                file = io.BufferedReader(pyarrow.input_stream(file, packing), READ_SIZE)
             yield file
     except UserError:
         raise
+    except UnicodeError as error:
+        raise UserError(
+            f"cannot read {path} as UTF-8 text: {getattr(error, 'reason', error)}. Use {ACCEPTED}; "
+            "unpack archives, and convert other encodings with iconv"
+        ) from None
     except (OSError, EOFError, ValueError, NotImplementedError, RecursionError) as error:
         # damaged, of an unsupported kind, or under a wrong name
         raise UserError(f"cannot read {path}: {error}") from None
 
 
 def check_start(path: Path) -> None:
-    """Raises UserError unless a file begins as text, and not as rows under a wrong file name. Of a
-    Parquet file it only checks that it is not a pointer (Git LFS)."""
+    """Raises UserError unless a file is regular, and begins neither with other than text nor with
+    rows under a wrong file name."""
     require_file(path)
-    kind = kind_of(path)
-    if kind == "parquet":
+    suffix = unpacked_suffix(path)
+    if suffix in KINDS:
         return
-    # rows may have other bytes: latin-1 decodes all of them
-    decoder = codecs.getincrementaldecoder("utf-8-sig" if kind == "text" else "latin-1")()
     with reading(path) as file:
-        text = decoded(path, decoder, file.read(2**16), 0)
-    rows = re.match(r'\[?\s*\{\s*"[^"\n]*"\s*:', text.lstrip())
-    if kind == "text" and unpacked_suffix(path) not in (".txt", ".md"):
+        start = next(blocks(io.TextIOWrapper(file, "utf-8-sig"), 2**16), "")
+    rows = re.match(r'\[?\s*\{\s*"[^"\n]*"\s*:', start.lstrip())
+    table = re.search(r"(\.csv|\.tsv)[?~]", path.name.lower())  # e.g. data.csv?download=true
+    if (rows or table) and suffix not in (".txt", ".md"):
+        held, name = ("rows of JSON", ".jsonl") if rows else ("a table", table[1])
         packed = path.suffix if path.suffix.lower() in PACKED else ""
-        # e.g. data.csv?download=true
-        table = re.search(r"(\.csv|\.tsv)[?~]", path.name.lower())
-        if rows or table:
-            held, name = ("rows of JSON", ".jsonl") if rows else ("a table", table[1])
-            raise UserError(
-                f"{path} holds {held}: name it {name}{packed}, or .txt{packed} to read it as text"
-            )
+        raise UserError(
+            f"{path} holds {held}: name it {name}{packed}, or .txt{packed} to read it as text"
+        )
 
 
-def decoded(path: Path, decoder: Any, block: bytes, position: int, final: bool = False) -> str:
-    """The text of a block at that position. Raises UserError for other encodings and binary files,
-    which have NULs (UTF-16 has them too)."""
-    at = position - len(decoder.getstate()[0])
-    try:
-        text = decoder.decode(block, final)
-        if "\0" not in text:
-            return text
-        at, reason = at + len(text.partition("\0")[0].encode()), "a NUL character"
-    except UnicodeDecodeError as error:
-        at, reason = at + error.start, error.reason
-    raise UserError(
-        f"cannot read {path} as UTF-8 text: {reason} at byte {at}. Use {ACCEPTED}; unpack "
-        "archives, and convert other encodings with iconv"
-    )
-
-
-def text_pieces(
-    path: Path, file: BinaryIO, val_fraction: float, tokenizer: Tokenizer
-) -> Iterator[Piece]:
+def text_pieces(path: Path, val_fraction: float, tokenizer: Tokenizer) -> Iterator[Piece]:
     """The training document of a text file, which is its beginning, and the validation document,
-    which is its last `val_fraction` in bytes, cut between characters."""
-    size, position = path.stat().st_size, 0
-    if path.suffix.lower() in PACKED:
-        with reading(path) as whole:
-            size = sum(map(len, iter(lambda: whole.read(READ_BYTES), b"")))
-    if file.peek(3)[:3] == codecs.BOM_UTF8:
-        position = len(file.read(3))
-    cut = position + int((size - position) * (1 - val_fraction))
+    which is its last `val_fraction` in characters."""
+    with reading(path) as file:
+        length = sum(map(len, blocks(io.TextIOWrapper(file, "utf-8-sig", newline=""))))
+    cut = int(length * (1 - val_fraction))
+    with reading(path) as file:
+        whole = io.TextIOWrapper(file, "utf-8-sig", newline="")  # line ends stay as they are
+        for split, count in (("train", cut), ("val", length - cut)):
+            for before, text, after in cut_text(tokenizer, blocks(whole, count)):
+                yield Piece(split, text, str(path), None, before, after)
 
-    def chunks(stop: int) -> Iterator[str]:
-        """The text up to the first character that begins at `stop` or later."""
-        nonlocal position
-        decoder = codecs.getincrementaldecoder("utf-8")()
-        while position < stop or decoder.getstate()[0]:  # the rest of a character
-            block = file.read(min(READ_BYTES, max(1, stop - position)))
-            if not block:
-                raise ValueError("it was truncated while it was being read")
-            position += len(block)
-            yield decoded(path, decoder, block, position - len(block), position == size)
 
-    for split, stop in (("train", cut), ("val", size)):
-        for before, text, after in cut_text(tokenizer, chunks(stop)):
-            yield Piece(split, text, str(path), None, before, after)
+def blocks(file: TextIO, count: int = sys.maxsize) -> Iterator[str]:
+    """The next `count` characters. Raises UnicodeError for NULs, which binary files have."""
+    while block := file.read(min(READ_SIZE, count)):
+        if "\0" in block:
+            raise UnicodeError("a NUL character")
+        count -= len(block)
+        yield block
 
 
 def json_rows(path: Path, file: BinaryIO, column: str) -> Iterator[Row]:

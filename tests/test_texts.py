@@ -741,7 +741,7 @@ FILES = {
 
 @pytest.mark.parametrize("name", FILES)
 def test_f67_rows_are_rows_under_all_their_names(run, tmp_path, name, monkeypatch):
-    monkeypatch.setattr(textfiles, "READ_BYTES", 100)
+    monkeypatch.setattr(textfiles, "READ_SIZE", 100)
     content = FILES[name]()
     (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
     run("data/text/prepare.py", f"--input={tmp_path / name}", "--tokenizer=byte",
@@ -788,18 +788,18 @@ def damaged_page():
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("box.tar.gz", tar_gz, "a NUL character at byte.*unpack archives"),
+        ("box.tar.gz", tar_gz, "a NUL character.*unpack archives"),
         ("a.zip", lambda: b"PK\x03\x04" + b"\0" * 99, "as UTF-8 text: a NUL character"),
-        ("utf16.txt", lambda: "text".encode("utf-16"), "invalid start byte at byte 0.*iconv"),
+        ("utf16.txt", lambda: "text".encode("utf-16"), "invalid start byte.*iconv"),
         (
             "latin1.txt",
             lambda: "tëxt".encode("latin-1"),
-            "invalid continuation byte at byte 1.*iconv",
+            "invalid continuation byte.*iconv",
         ),
         (
             "late.txt",
             lambda: b"text " * 20_000 + b"\0" * 9 + b"text",
-            "cannot read.*NUL character at byte 100000",
+            "cannot read.*a NUL character",
         ),
         ("rows.jsonl.bak", lambda: b'{"text": "a"}\n' * 9, "holds rows of JSON: name it .jsonl"),
         (
@@ -1134,16 +1134,12 @@ def test_f69_a_part_may_begin_within_a_character(tmp_path, monkeypatch, gpt2_fil
     (tmp_path / "a.txt").write_text(text)
     byte_level(["</s>"]).save(str(tmp_path / "tokenizer.json"))
     kind = f"hf:{tmp_path}" if name == "byte-level" else name
-    monkeypatch.setattr(textfiles, "READ_BYTES", 10_001)
+    monkeypatch.setattr(textfiles, "READ_SIZE", 10_001)
     monkeypatch.setattr(tokenizers_, "PIECE", 10_000)
     prepare_from_files(tmp_path / "out", kind, [tmp_path / "a.txt"])
     tokenizer = from_meta(read_meta(tmp_path / "out"))
-    content = text.encode()
-    cut = int(len(content) * 0.9)
-    while content[cut] & 0xC0 == 0x80:
-        cut += 1
     end = [] if tokenizer.end_of_text is None else [tokenizer.end_of_text]
-    assert read(tmp_path / "out", "train") == tokenizer.encode(content[:cut].decode()) + end
+    assert read(tmp_path / "out", "train") == tokenizer.encode(text[: int(len(text) * 0.9)]) + end
 
 
 @pytest.mark.parametrize(
@@ -1155,7 +1151,7 @@ def test_f69_a_part_may_begin_within_a_character(tmp_path, monkeypatch, gpt2_fil
         ("a.csv", '"text"x,b\nok,1\n', "',' expected after .* in the header: check the quotes"),
         ("a.json", '[{"text": "a"}] tail', "cannot read .*a.json: Extra data"),
         ("a.json", '{\n "text": "a"\n}', "a .json file must have one row per line or"),
-        ("a.txt", b"a" * 70_000 + b"\xff" + b"a" * 50, "invalid start byte at byte 70000"),
+        ("a.txt", b"a" * 70_000 + b"\xff" + b"a" * 50, "a.txt as UTF-8 text: invalid start byte"),
     ],
 )  # fmt: skip
 def test_f67_what_is_cut_short_or_follows_is_named(run, tmp_path, name, content, message):
@@ -1295,7 +1291,7 @@ def test_a_bpe_of_ones_own_is_the_same_tokenizer_by_its_folder(tmp_path):
 def test_f67_bytes_that_continue_no_character_are_refused_at_once(tmp_path):
     (tmp_path / "a.txt").write_bytes(b"a" * 90_000 + b"\x80" * 10_000_000)
     began = time.monotonic()
-    with pytest.raises(ValueError, match="invalid start byte at byte 90000"):
+    with pytest.raises(ValueError, match="invalid start byte"):
         prepare_from_files(tmp_path / "out", "byte", [tmp_path / "a.txt"], val_fraction=0.991)
     assert time.monotonic() - began < 5
 
