@@ -107,9 +107,7 @@ def write_tokens(
     refuse_foreign_files(folder)
     claim(folder)
     remove_temporary(folder, FILES)
-    width, tokens = token_dtype(tokenizer).itemsize, dict.fromkeys(SPLITS, 0)
-    n_bytes, skipped, n_skipped = dict.fromkeys(SPLITS, 0), [], 0
-    seen = np.zeros(tokenizer.vocab_size, dtype=np.int64)  # how often each id is in val.bin
+    width, n_bytes, skipped = token_dtype(tokenizer).itemsize, dict.fromkeys(SPLITS, 0), []
     per_token = 1 if hasattr(tokenizer, "encode_array") else 4  # bytes of text
     needed, free = width * (max_tokens or size // per_token), shutil.disk_usage(folder).free
     if needed > free:
@@ -126,22 +124,18 @@ def write_tokens(
             if bad and not skip_bad_rows:
                 hint = "" if skip_bad_rows is None else " (--skip_bad_rows=True skips such rows)"
                 raise UserError(bad[0] + hint)
-            skipped, n_skipped = [*skipped, *bad][:10], n_skipped + len(bad)
+            skipped += bad
             for split, file in files.items():
                 file.write(ids[split].data)  # ndarray.tofile hides that a disk is full
-                tokens[split] += len(ids[split])
                 n_bytes[split] += sizes[split]
-            seen += np.bincount(ids["val"], minlength=len(seen))
-            if 0 < max_tokens <= tokens["train"]:
+            if 0 < max_tokens * width <= files["train"].tell():
+                files["train"].truncate(max_tokens * width)
+                del n_bytes["train"]  # the bytes of its text are unknown
                 break
-        if 0 < max_tokens < tokens["train"]:
-            files["train"].truncate(max_tokens * width)
-            tokens["train"] = max_tokens
-            del n_bytes["train"]  # the bytes of its text are unknown
-        if n_skipped:
-            print(visible("\n".join(skipped + ["..."] * (n_skipped > 10))))
-            print(f"warning: skipped {n_skipped:,} bad rows")
-        write_meta(folder, tokenizer, files, tokens, n_bytes, seen)
+        if skipped:
+            print(visible("\n".join(skipped[:10] + ["..."] * (len(skipped) > 10))))
+            print(f"warning: skipped {len(skipped):,} bad rows")
+        write_meta(folder, tokenizer, files, n_bytes)
     say_how_to_train(folder, tokenizer)
 
 
@@ -164,17 +158,16 @@ def encode_batches(
     """The results of `encode_batch` on every batch, in order. Threads take turns, with at most two
     batches for each of them in memory."""
     num_proc = min(num_proc, 4 * (os.cpu_count() or 1))  # thousands would take all memory
-    pending: deque[Any] = deque()
-    with ThreadPoolExecutor(num_proc) as pool:
-        try:
-            for batch in batches:
-                pending.append(pool.submit(encode_batch, tokenizer, batch))
-                if len(pending) == 2 * num_proc:
-                    yield pending.popleft().result()
-            while pending:
+    pool, pending = ThreadPoolExecutor(num_proc), deque()
+    try:
+        for batch in batches:
+            pending.append(pool.submit(encode_batch, tokenizer, batch))
+            if len(pending) == 2 * num_proc:
                 yield pending.popleft().result()
-        finally:
-            pool.shutdown(wait=False, cancel_futures=True)
+        while pending:
+            yield pending.popleft().result()
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
 def encode_batch(
@@ -190,8 +183,6 @@ def encode_batch(
             try:
                 ids[piece.split] += encode_document(tokenizer, piece)
                 n_bytes[piece.split] += len(piece.text.encode())
-            except (KeyboardInterrupt, SystemExit, MemoryError, OSError):
-                raise
             except BaseException as error:  # a Rust library's panic is not an Exception
                 kind = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
                 problem = f"the tokenizer failed ({shown(kind + str(error))})"
@@ -217,33 +208,30 @@ def encode_document(tokenizer: Tokenizer, piece: Piece) -> list[Sequence[int]]:
 
 
 def write_meta(
-    folder: Path,
-    tokenizer: Tokenizer,
-    files: dict[str, BinaryIO],
-    tokens: dict[str, int],
-    n_bytes: dict[str, int],
-    seen: np.ndarray,
+    folder: Path, tokenizer: Tokenizer, files: dict[str, BinaryIO], n_bytes: dict[str, int]
 ) -> None:
     """Write meta.json for token files that are complete, but still have temporary names. It comes
     first: without it the token files would count as nanoGPT's."""
-    dtype, paths = token_dtype(tokenizer), {s: Path(file.name) for s, file in files.items()}
+    dtype, tokens = token_dtype(tokenizer), {}
     replaced = ", replacing an earlier data set" if (folder / "train.bin").exists() else ""
     ends = (tokenizer.begin_of_text is not None) + (tokenizer.end_of_text is not None)
     for split, file in files.items():
         sync_to_disk(file)  # while an earlier data set is still complete
-        assert paths[split].stat().st_size == tokens[split] * dtype.itemsize, (split, tokens)
+        tokens[split] = os.stat(file.name).st_size // dtype.itemsize
         if tokens[split] <= ends:  # a single, empty text
             raise UserError(
                 f"the {split} split of {folder} would be empty: use more text, or another "
                 "--val_fraction"
             )
-    probabilities = seen[seen > 0] / seen.sum()
+    some = np.fromfile(files["val"].name, dtype, 2**24)  # at most
+    shares = np.bincount(some, minlength=tokenizer.vocab_size) / len(some)
+    probabilities = shares[shares > 0]
     meta = tokenizer.meta() | {
         "vocab_size": tokenizer.vocab_size,
         "dtype": {2: "uint16", 4: "uint32"}[dtype.itemsize],
         "tokens": tokens,
         "bytes": n_bytes,
-        "begins": {split: crc_of_start(path) for split, path in paths.items()},
+        "begins": {split: crc_of_start(file.name) for split, file in files.items()},
         # the loss in nats of the best model that only knows token frequencies
         "unigram_entropy": float(-(probabilities * np.log(probabilities)).sum()),
     }
@@ -252,7 +240,7 @@ def write_meta(
     for split in SPLITS:
         print(f"{folder / split}.bin: {tokens[split]:,} tokens{replaced}")
     unknown = tokenizer.unknown() if isinstance(tokenizer, HFTokenizer) else None
-    share = 0 if unknown is None else seen[unknown] / seen.sum()
+    share = 0 if unknown is None else shares[unknown]
     if share > 0.01:
         print(
             f"warning: {share:.0%} of val.bin's tokens are the unknown token: use a tokenizer that "
