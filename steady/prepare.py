@@ -42,7 +42,6 @@ from steady.tokenizer import (
     CharTokenizer,
     HFTokenizer,
     Tokenizer,
-    check_meta,
     code_points,
     encode_pieces,
     from_meta,
@@ -264,24 +263,14 @@ def say_how_to_train(folder: Path, tokenizer: Tokenizer) -> None:
 
 
 def refuse_foreign_files(folder: Path) -> None:
-    """Raises UserError instead of replacing a meta.json that describes no data set, or token files
-    without a meta.json, which may be nanoGPT's. (With a meta.pkl they cannot be used.)"""
-    path = folder / "meta.json"
-    if not os.path.lexists(path):
-        for bare in (folder / f"{split}.bin" for split in SPLITS):
-            there = os.path.lexists(bare) and not bare.is_symlink()
-            if there and not (folder / "meta.pkl").exists():
-                raise UserError(
-                    f"{bare} exists without a meta.json, like nanoGPT's files: move it, or use "
-                    "another --out"
-                )
+    """Raises UserError instead of replacing files that no prepare.py has written, such as nanoGPT's
+    token files without a meta.json. (With a meta.pkl they cannot be used.)"""
+    if "tokenizer" in read_json(folder / "meta.json"):
         return
-    with contextlib.suppress(OSError, ValueError):
-        meta = read_json(path)
-        if "tokenizer" in meta and "dtype" in meta:
-            check_meta(meta, str(path))
-            return
-    raise UserError(f"{path} exists and belongs to no data set: move it, or use another --out")
+    for path in (folder / name for name in FILES):
+        usable = path.suffix == ".json" or not (folder / "meta.pkl").exists()
+        if usable and path.exists() and not path.is_symlink():
+            raise UserError(f"{path} belongs to no data set of ours: move it, or use another --out")
 
 
 def split_text(text: str, val_fraction: float = 0.1) -> dict[str, list[str]]:

@@ -1176,7 +1176,7 @@ def test_f83_other_peoples_token_files_and_tokenizers_stay(run, tmp_path):
     nano.mkdir()
     (nano / "train.bin").write_bytes(b"precious")
     arguments = ["data/text/prepare.py", f"--input={tmp_path / 'a.txt'}"]
-    with pytest.raises(ValueError, match="train.bin exists without a meta.json, like nanoGPT's"):
+    with pytest.raises(ValueError, match="train.bin belongs to no data set of ours"):
         run(*arguments, "--tokenizer=byte", f"--out={nano}")
     assert (nano / "train.bin").read_bytes() == b"precious"
     model = tmp_path / "model"
@@ -1315,7 +1315,7 @@ def test_f80_two_preparations_do_not_write_at_once(other_run, tmp_path):
 
 def test_f83_a_meta_json_of_something_else_is_not_replaced(tmp_path):
     (tmp_path / "meta.json").write_text('{"mine": 1}')
-    with pytest.raises(ValueError, match="meta.json exists and belongs to no data set"):
+    with pytest.raises(ValueError, match="meta.json belongs to no data set of ours"):
         write_dataset(tmp_path, ByteTokenizer(), {"train": ["abc"], "val": ["abc"]})
     assert (tmp_path / "meta.json").read_text() == '{"mine": 1}'
     assert [p.name for p in tmp_path.iterdir()] == ["meta.json"]
@@ -1331,7 +1331,7 @@ def words(n):
 def foreign_files(folder, prepare, train):
     (folder / "out").mkdir()
     (folder / "out" / "train.bin").write_bytes(b"\1" * 99)
-    yield "train.bin exists without a meta.json.*move it, or use another --out"
+    yield "train.bin belongs to no data set of ours: move it, or use another --out"
     (folder / "out" / "train.bin").rename(folder / "moved")
 
 
