@@ -324,25 +324,20 @@ def prepare_from_hub(
             revision=None if Path(path).is_dir() else revision,
             streaming=streaming,
             num_proc=num_proc if num_proc > 1 and not streaming else None,
-        )
+        ).select_columns("text")
     except Exception as error:  # the hub's libraries raise many types
         reason = " ".join(str(error).split()) or type(error).__name__
         raise UserError(
             f"cannot load {path} ({shown(reason)}): connect to the Hugging Face hub, choose a "
             "configuration and a split with --name=NAME and --split=NAME, or pass --path=FOLDER "
-            "with a copy of it"
+            "with a copy of it; data/text/prepare.py reads other columns than text"
         ) from None
-    if "text" not in (dataset.column_names or ["text"]):
-        raise UserError(
-            f"{path} has no column text, only {shown(', '.join(dataset.column_names))}: save it as "
-            "Parquet files, and pass them to data/text/prepare.py with --column=NAME"
-        )
     n_shards = dataset.num_shards if streaming else math.ceil(len(dataset) / DOCUMENTS_PER_SHARD)
     limit = np.uint64(int(val_fraction * 2**64))
 
     def pieces() -> Iterator[Piece]:
         for i in range(n_shards):
-            row, part = 0, dataset.shard(num_shards=n_shards, index=i).select_columns("text")
+            row, part = 0, dataset.shard(num_shards=n_shards, index=i)
             for batch in part.iter(1000):
                 hashes = scramble(np.arange(row, row + len(batch["text"])) + (i << 32), key=0)
                 for text, held_out in zip(batch["text"], hashes < limit, strict=True):
