@@ -408,17 +408,15 @@ def prepare_from_files(
 
 def tokenizer_named(name: str, special_tokens: bool) -> Tokenizer:
     """Like `load_tokenizer`, but also takes run:FOLDER: the tokenizer of a training run."""
-    if special_tokens and not name.startswith(("gpt2", "hf:", "run:")):
-        raise UserError(f"special_tokens=True needs a gpt2, hf: or run: tokenizer, not {name}")
-    if not name.startswith("run:"):
-        return load_tokenizer(name, special_tokens)
-    from steady import checkpoint  # which needs torch
+    kind, meta = name.partition(":")[0], None
+    if kind == "run":
+        from steady import checkpoint  # which needs torch
 
-    path = Path(name.removeprefix("run:")).expanduser()
-    file = path if path.is_file() else checkpoint.find(path)
-    if not file.exists():
-        raise UserError(f"--tokenizer={name}: there is no checkpoint of a run at {file}")
-    meta = checkpoint.load(file)["tokenizer"]
-    if special_tokens and meta.get("tokenizer") in ("byte", "char"):
-        raise UserError(f"special_tokens=True: {name} has a {meta['tokenizer']} tokenizer")
+        path = Path(name.removeprefix("run:")).expanduser()
+        meta = checkpoint.load(path if path.is_file() else checkpoint.find(path))["tokenizer"]
+        kind = meta.get("tokenizer", "gpt2")
+    if special_tokens and kind not in ("gpt2", "hf"):
+        raise UserError(f"special_tokens=True needs a gpt2 or hf: tokenizer, not {name} ({kind})")
+    if meta is None:
+        return load_tokenizer(name, special_tokens)
     return from_meta(meta | ({"special_tokens": True} if special_tokens else {}))

@@ -598,7 +598,7 @@ def test_f65_a_run_with_bytes_has_no_special_tokens(run, tmp_path):
     run("data/text/prepare.py", *text, "--tokenizer=byte")
     out = tmp_path / "out"
     run("train.py", *TINY, f"--dataset={tmp_path / 'data'}", f"--out_dir={out}", "--max_iters=1")
-    with pytest.raises(ValueError, match=f"special_tokens=True: run:{out} has a byte tokenizer"):
+    with pytest.raises(ValueError, match=f"needs a gpt2 or hf: tokenizer, not run:{out} .byte"):
         run("data/text/prepare.py", *text, f"--tokenizer=run:{out}", "--special_tokens=True")
 
 
@@ -618,7 +618,7 @@ def test_f65_the_switch_is_recorded_and_no_token_is_doubled(run, tmp_path, gpt2_
     run("data/text/prepare.py", *arguments, "--special_tokens=True")
     assert read(tmp_path / "out", "train")[:4] == [505, 50256, 11545, 50256]
     assert read_meta(tmp_path / "out")["special_tokens"] is True
-    with pytest.raises(ValueError, match="needs a gpt2, hf: or run: tokenizer, not byte"):
+    with pytest.raises(ValueError, match="needs a gpt2 or hf: tokenizer, not byte"):
         run("data/text/prepare.py", *arguments, "--tokenizer=byte", "--special_tokens=True")
 
 
@@ -869,7 +869,7 @@ def test_f68_folders_may_begin_with_the_home_folder(tmp_path, monkeypatch):
     (tmp_path / "own" / "tokenizer.json").write_text(byte_level(["</s>"]).to_str())
     whole = load_tokenizer(f"hf:{tmp_path}/own")
     assert load_tokenizer("hf:~/own").encode("a story") == whole.encode("a story")
-    with pytest.raises(ValueError, match=f"no checkpoint of a run at {tmp_path}/own/"):
+    with pytest.raises(ValueError, match=f"no checkpoint at {tmp_path}/own/"):
         prepare.tokenizer_named("run:~/own", False)
 
 
@@ -1044,7 +1044,7 @@ def test_a_data_set_elsewhere_is_named_by_its_path(tmp_path, monkeypatch, capsys
 
 
 def test_a_run_without_a_checkpoint_has_no_tokenizer():
-    with pytest.raises(ValueError, match="--tokenizer=run:nowhere: there is no checkpoint of a"):
+    with pytest.raises(ValueError, match="no checkpoint at nowhere/ckpt.pt"):
         prepare.tokenizer_named("run:nowhere", False)
 
 
