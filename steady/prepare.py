@@ -401,7 +401,7 @@ def prepare_from_files(
         for text in texts("reading characters"):
             seen[code_points(text)] = True
         # a single text file is one long document, as nanoGPT's data sets are
-        several = len(paths) > 1 or textfiles.kind_of(paths[0]) != "text"
+        several = len(paths) > 1 or textfiles.unpacked_suffix(paths[0]) in textfiles.ROWS
         chosen = CharTokenizer("".join(map(chr, np.flatnonzero(seen))), ends=several)
     write_tokens(folder, chosen, pieces(chosen), size, num_proc, skip_bad_rows)
 

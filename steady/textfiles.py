@@ -31,8 +31,6 @@ from steady.tokenizer import Tokenizer, cut_text
 
 READ_SIZE = 2**22  # bytes or characters read at a time
 GOLDEN = 0.618034  # its multiples spread evenly, so small files have held-out rows too
-KINDS = {".jsonl": "json", ".ndjson": "json", ".json": "json", ".csv": "csv", ".tsv": "csv",
-         ".parquet": "parquet"}  # fmt: skip
 PACKED = {".gz": "gzip", ".zst": "zstd"}
 ACCEPTED = ".jsonl, .ndjson, .json, .csv, .tsv (each also .gz or .zst), .parquet, or UTF-8 text"
 
@@ -85,22 +83,16 @@ def pieces_of(
 
     tokenizer: cuts long texts. Raises UserError with the file's name if it cannot be read.
     """
-    kind = kind_of(path)
-    if kind == "text":
+    rows_of = ROWS.get(unpacked_suffix(path))
+    if rows_of is None:
         yield from text_pieces(path, val_fraction, tokenizer)
         return
     with reading(path) as file:
         phase = number * GOLDEN % 1  # each file begins elsewhere between two held-out rows
-        rows = {"json": json_rows, "csv": csv_rows, "parquet": parquet_rows}[kind]
-        for row, (where, text, problem) in enumerate(rows(path, file, column)):
+        for row, (where, text, problem) in enumerate(rows_of(path, file, column)):
             before, after = (n * val_fraction + phase for n in (row, row + 1))
             split = "val" if int(after) > int(before) else "train"
             yield Piece(split, text, f"{path}, {where}", problem)
-
-
-def kind_of(path: Path) -> str:
-    """json, csv, parquet or text."""
-    return KINDS.get(unpacked_suffix(path), "text")
 
 
 def unpacked_suffix(path: Path) -> str:
@@ -136,7 +128,7 @@ def check_start(path: Path) -> None:
     rows under a wrong file name."""
     require_file(path)
     suffix = unpacked_suffix(path)
-    if suffix in KINDS:
+    if suffix in ROWS:
         return
     with reading(path) as file:
         start = next(blocks(io.TextIOWrapper(file, "utf-8-sig"), 2**16), "")
@@ -262,3 +254,7 @@ def parquet_rows(path: Path, file: BinaryIO, column: str) -> Iterator[Row]:
         except UnicodeDecodeError as error:  # in one row
             text, problem = "", f"not UTF-8 ({error})"
         yield f"row {row}", text, problem
+
+
+ROWS = {".jsonl": json_rows, ".ndjson": json_rows, ".json": json_rows, ".csv": csv_rows,
+        ".tsv": csv_rows, ".parquet": parquet_rows}  # fmt: skip
