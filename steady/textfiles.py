@@ -231,15 +231,11 @@ def csv_rows(path: Path, file: BinaryIO, column: str) -> Iterator[Row]:
 
 def require_column(path: Path, column: str, names: list[str]) -> None:
     """Raises UserError unless one column has that name."""
-    if names.count(column) > 1:
-        raise UserError(f"{path} has {names.count(column)} columns named {column!r}")
-    if not any(names):
-        raise UserError(f"{path} has no columns: its first line must name them")
-    if column not in names:
-        found, remedy = shown(", ".join(names)), "pass --column=NAME"
-        if len(names) == 1 and re.search(r"[;|\t]", names[0]):
-            remedy = "separate columns by commas, or by tabs in a .tsv file"
-        raise UserError(f"{path} has no column {column!r}, only {found}: {remedy}")
+    if (count := names.count(column)) != 1:
+        raise UserError(
+            f"{path} has {count} columns named {column!r}, of {shown(', '.join(names))}: pass "
+            "--column=NAME, or separate columns by commas (by tabs in a .tsv file)"
+        )
 
 
 def parquet_rows(path: Path, file: BinaryIO, column: str) -> Iterator[Row]:

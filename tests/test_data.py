@@ -293,7 +293,7 @@ def test_broken_files_are_named(run, tmp_path):
                 f"--out={tmp_path / name}-out")  # fmt: skip
     pyarrow.parquet.write_table(pyarrow.table({"body": ["a"]}), tmp_path / "f.parquet")
     pyarrow.parquet.write_table(pyarrow.table({"text": ["a", None]}), tmp_path / "g.parquet")
-    for name, message in (("f", "no column 'text', only body: pass --column=NAME"),
+    for name, message in (("f", "0 columns named 'text', of body: pass --column=NAME"),
                           ("g", "row 2: 'text' is null, not text")):  # fmt: skip
         with pytest.raises(ValueError, match=message):
             run("data/text/prepare.py", f"--input={tmp_path / name}.parquet", "--tokenizer=byte",
