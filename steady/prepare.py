@@ -14,9 +14,9 @@ import itertools
 import json
 import math
 import os
+import re
 import shlex
 import shutil
-import sys
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -42,7 +42,6 @@ from steady.tokenizer import (
     CharTokenizer,
     HFTokenizer,
     Tokenizer,
-    code_points,
     encode_pieces,
     from_meta,
     load_tokenizer,
@@ -78,7 +77,6 @@ def write_dataset(
     folder: str | Path, tokenizer: Tokenizer, splits: dict[str, Iterable[str]]
 ) -> None:
     """Tokenize `splits` (`{"train": documents, "val": documents}`) into `folder`."""
-
     pieces = (
         Piece(split, text, f"document {n} of {split}")
         for split in SPLITS
@@ -385,24 +383,20 @@ def prepare_from_files(
         for batch in waiting(found, math.ceil(size / BATCH), description, unit="batch"):
             yield from (piece.text for piece in batch if piece.problem is None)
 
-    own = tokenizer == "char" or tokenizer.startswith("bpe:")
-    if not own or special_tokens:
+    bpe = re.fullmatch(r"bpe:(\d+)", tokenizer)
+    if special_tokens or not (bpe or tokenizer == "char"):
         chosen = tokenizer_named(tokenizer, special_tokens)
-    elif tokenizer.startswith("bpe:"):
-        vocab_size, every = tokenizer.removeprefix("bpe:"), 1 + size // BPE_BYTES
-        if not vocab_size.isdecimal():
-            raise UserError(
-                f"unknown tokenizer={tokenizer!r}: give the vocabulary size, as in bpe:8192"
-            )
+    elif bpe:
+        every = 1 + size // BPE_BYTES
         some = itertools.islice(texts("reading text for the tokenizer"), 0, None, every)
-        chosen = train_bpe(some, int(vocab_size))
+        chosen = train_bpe(some, int(bpe[1]))
     else:
-        seen = np.zeros(sys.maxunicode + 1, dtype=bool)
+        alphabet: set[str] = set()
         for text in texts("reading characters"):
-            seen[code_points(text)] = True
+            alphabet.update(text)
         # a single text file is one long document, as nanoGPT's data sets are
         several = len(paths) > 1 or textfiles.unpacked_suffix(paths[0]) in textfiles.ROWS
-        chosen = CharTokenizer("".join(map(chr, np.flatnonzero(seen))), ends=several)
+        chosen = CharTokenizer("".join(sorted(alphabet)), ends=several)
     write_tokens(folder, chosen, pieces(chosen), size, num_proc, skip_bad_rows)
 
 

@@ -177,7 +177,7 @@ def test_what_an_earlier_run_has_written_is_no_text(run, tmp_path):
             "cannot read .*binary as UTF-8 text: invalid start byte. Use",
         ),
         (["--input={text}", "--tokenizer=bpe"], "unknown tokenizer='bpe'"),
-        (["--input={text}", "--tokenizer=bpe:²"], "give the vocabulary size, as in bpe:8192"),
+        (["--input={text}", "--tokenizer=bpe:²"], "unknown tokenizer='bpe:²'.*bpe:SIZE"),
         (["--input={text}", "--val_fraction=1"], "val_fraction=1.0 must be above 0"),
     ],
 )
