@@ -91,14 +91,13 @@ def write_tokens(
     pieces: Iterator[Piece],
     size: int = 0,
     num_proc: int = 1,
-    skip_bad_rows: bool | None = None,
+    skip_bad_rows: bool = False,
     max_tokens: int = 0,
 ) -> None:
     """Make a data set of the documents, and print the command that trains on it.
 
     Args:
         size: bytes of the text, as far as known.
-        skip_bad_rows: None if the user has no such setting.
         max_tokens: stop after this many training tokens; 0: take all.
     """
     refuse_foreign_files(folder)
@@ -119,8 +118,7 @@ def write_tokens(
         files = {s: stack.enter_context(atomic_write(folder / f"{s}.bin")) for s in SPLITS}
         for ids, sizes, bad in waiting(encoded, n_batches, "tokenizing", unit="batch"):
             if bad and not skip_bad_rows:
-                hint = "" if skip_bad_rows is None else " (--skip_bad_rows=True skips such rows)"
-                raise UserError(bad[0] + hint)
+                raise UserError(f"{bad[0]} (--skip_bad_rows=True of data/text/prepare.py skips it)")
             skipped += bad
             for split, file in files.items():
                 file.write(ids[split].data)  # ndarray.tofile hides that a disk is full

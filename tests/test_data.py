@@ -267,7 +267,8 @@ def test_bad_rows_are_named_by_file_and_line_and_left_out_if_asked(run, tmp_path
         run("data/text/prepare.py", *arguments)
     assert type(error.value) is UserError  # printed without a traceback
     first = next(iter(BAD_ROWS.values()))
-    assert str(error.value) == f"{path}, line 5: {first} (--skip_bad_rows=True skips such rows)"
+    hint = "(--skip_bad_rows=True of data/text/prepare.py skips it)"
+    assert str(error.value) == f"{path}, line 5: {first} {hint}"
     shown = run("data/text/prepare.py", *arguments, "--skip_bad_rows=True")
     for i, problem in enumerate(BAD_ROWS.values()):
         assert f"{path}, line {4 * i + 5}: {problem}" in shown
