@@ -178,6 +178,8 @@ def encode_batch(
             try:
                 ids[piece.split] += encode_document(tokenizer, piece)
                 n_bytes[piece.split] += len(piece.text.encode())
+            except (MemoryError, OSError):  # not the document's fault
+                raise
             except BaseException as error:  # a Rust library's panic is not an Exception
                 kind = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
                 problem = f"the tokenizer failed ({shown(kind + str(error))})"
