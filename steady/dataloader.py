@@ -23,7 +23,7 @@ from steady import UserError
 from steady.distributed import SINGLE_PROCESS, Process
 from steady.folder import crc_of_start, require_file
 from steady.shuffle import permute, scramble
-from steady.tokenizer import META_KEYS, check_meta, read_json
+from steady.tokenizer import TOKENIZER_VALUES, check_meta, read_json
 
 Batch = tuple[torch.Tensor, torch.Tensor]  # tokens and targets, (batch_size, block_size) int64
 
@@ -82,7 +82,7 @@ class DataSet:
         self.vocab_size = self.meta.get("vocab_size", vocab_size or GPT2_VOCAB_SIZE)
         self.padded_vocab_size = vocab_size or math.ceil(self.vocab_size / 64) * 64
         self.dtype = self.meta.get("dtype", "uint16")
-        self.tokenizer = {key: self.meta[key] for key in META_KEYS if key in self.meta}
+        self.tokenizer = {key: self.meta[key] for key in TOKENIZER_VALUES if key in self.meta}
         self.ids = {}  # identify the files: size, and checksum of the beginning
         for split in ("train", "val"):
             path = folder / f"{split}.bin"

@@ -410,11 +410,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> HFTokenizer:
     return trained
 
 
-# the keys of meta.json that checkpoints keep
-META_KEYS = (
-    "tokenizer", "alphabet", "json", "begin_of_text", "end_of_text", "stop_tokens", "special_tokens"
-)  # fmt: skip
-META_VALUES = {  # checks of the values in meta.json
+TOKENIZER_VALUES = {  # the keys of meta.json that checkpoints keep, with checks of their values
     "tokenizer": lambda v: v in ("char", "byte", "gpt2", "hf"),
     "alphabet": lambda v: isinstance(v, str) and 0 < len(set(v)) == len(v),
     "json": lambda v: isinstance(v, str),
@@ -422,6 +418,8 @@ META_VALUES = {  # checks of the values in meta.json
     "begin_of_text": lambda v: v is None or is_count(v),
     "stop_tokens": lambda v: isinstance(v, list) and all(map(is_count, v)),
     "special_tokens": lambda v: isinstance(v, bool),
+}
+DATA_VALUES = {  # its other keys
     "vocab_size": lambda v: is_count(v) and v > 0,
     "dtype": lambda v: v in ("uint16", "uint32"),
     "unigram_entropy": lambda v: type(v) in (int, float) and 0 <= v < 100,
@@ -429,7 +427,6 @@ META_VALUES = {  # checks of the values in meta.json
        for key in ("tokens", "bytes", "begins")},
 }  # fmt: skip
 TEMPLATES = "additional_chat_templates"  # transformers' folder of named templates
-NEEDED_KEY = {"char": "alphabet", "hf": "json"}  # by tokenizer
 
 
 def find_folder(source: str, patterns: list[str]) -> Path:
@@ -751,23 +748,20 @@ def check_meta(meta: dict[str, Any], source: str, whole: bool = False) -> None:
     """
     whole = whole and bool(meta.keys() & {"tokenizer", "alphabet", "json"})
     needed = {"tokenizer", "vocab_size", "dtype"} if whole else set()
-    for key, holds in META_VALUES.items():
-        asked = key in meta or key in needed or key == NEEDED_KEY.get(meta.get("tokenizer"))
-        if asked and not holds(meta.get(key)):
-            found = (
+    kind = str(meta.get("tokenizer"))
+    needed.add({"char": "alphabet", "hf": "json"}.get(kind))
+    for key, holds in (TOKENIZER_VALUES | DATA_VALUES).items():
+        if (key in meta or key in needed) and not holds(meta.get(key)):
+            value = (
                 f"has no valid value: {reprlib.repr(meta[key])}" if key in meta else "is missing"
             )
-            raise UserError(f'{source}: "{key}" {found}: prepare the data set again')
-    least = len(meta.get("alphabet", "")) or 1
-    ends = meta.get("end_of_text") is not None
-    most = {"byte": 257, "gpt2": 50257, "char": least + ends}.get(meta.get("tokenizer"))
-    most = most or len(meta.get("json", "")) or 2**32
-    size = meta.get("vocab_size", least)
-    if not least <= size <= most:
-        sizes = f"{least} to {most}" if least != most else str(least)
+            raise UserError(f'{source}: "{key}" {value}: prepare the data set again')
+    characters = len(meta.get("alphabet", "")) + (meta.get("end_of_text") is not None)
+    most = {"byte": 257, "gpt2": 50257, "char": characters, "hf": len(meta.get("json", ""))}
+    if meta.get("vocab_size", 1) > most.get(kind, 2**32):
         raise UserError(
-            f'{source}: "vocab_size" is {size}, but its tokenizer has {sizes} ids: prepare the '
-            "data set again"
+            f'{source}: "vocab_size" is {meta["vocab_size"]}, but its tokenizer has at most '
+            f"{most.get(kind, 2**32)} ids: prepare the data set again"
         )
 
 

@@ -81,8 +81,6 @@ FAULTS = {  # F84 and F86: content, and its error message
     "nested metadata": (
         lambda: content(pretrained={"dtype": "float32", "config": {"a": nested()}}),
         "is not valid metadata of a pretrained model"),
-    "alphabet": (lambda: content(tokenizer={"tokenizer": "byte", "alphabet": "".join(
-        map(chr, range(300, 600)))}), "its tokenizer has 300 to 257"),
     "nested": (lambda: content(iter_num=nested()), "iter_num is \\[\\[\\["),
     "nested size": (lambda: config(n_layer=nested()), "n_layer=\\[\\[.* is not of type int"),
     "huge": (lambda: content(iter_num=10**30), "iter_num is 1000"),
@@ -158,9 +156,7 @@ def test_f84_more_vocabulary_than_the_tokenizer_has_is_refused(tmp_path):
     write_dataset(tmp_path, ByteTokenizer(), {"train": ["abc" * 99], "val": ["abc" * 99]})
     meta = json.loads((tmp_path / "meta.json").read_text()) | {"vocab_size": 2**32}
     (tmp_path / "meta.json").write_text(json.dumps(meta))
-    with pytest.raises(
-        ValueError, match='"vocab_size" is 4294967296, but its tokenizer has 1 to 257'
-    ):
+    with pytest.raises(ValueError, match='"vocab_size" is 4294967296, but .* at most 257 ids'):
         DataSet(str(tmp_path))
 
 
