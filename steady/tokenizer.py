@@ -590,10 +590,14 @@ def write_hf_tokenizer(
     if isinstance(tokenizer, HFTokenizer):
         written = tokenizers.Tokenizer.from_str(tokenizer.content)
         make_plain(written)
-        if written.encode("").ids != ([] if begin is None else [begin]):
-            written.post_processor = processors.ByteLevel(trim_offsets=False)
-            if begin is not None:
-                written = tokenizers.Tokenizer.from_str(prepending(written.to_str(), begin))
+        first = [] if begin is None else [begin]
+        if written.encode("").ids != first:
+            names = [written.id_to_token(id) for id in first]
+            parts = [re.sub("[:$]", "_", name) for name in names]  # which have a meaning there
+            written.post_processor = processors.TemplateProcessing(
+                single=[*parts, "$A"], pair=[*parts, "$A", "$B:0"],
+                special_tokens=[{"id": parts[0], "ids": first, "tokens": names}] if first else [],
+            )  # fmt: skip
     elif isinstance(tokenizer, CharTokenizer):
         written = tokenizers.Tokenizer(models.WordLevel(tokenizer.ids, unk_token=""))
         every = tokenizers.Regex(r"[\s\S]")
@@ -653,22 +657,6 @@ def write_hf_tokenizer(
         with atomic_write(folder / name) as file:
             file.write(text.encode())
     return list(files)
-
-
-def prepending(content: str, begin: int) -> str:
-    """A tokenizer.json with a template that puts the token `begin` before each text. (A template
-    string cannot contain a token with a space, a colon or a dollar sign.)"""
-    import tokenizers
-
-    tokenizer = json.loads(content)
-    token = tokenizers.Tokenizer.from_str(content).id_to_token(begin)
-    special = {"SpecialToken": {"id": token, "type_id": 0}}
-    first, second = ({"Sequence": {"id": name, "type_id": 0}} for name in "AB")
-    tokenizer["post_processor"] = {
-        "type": "TemplateProcessing", "single": [special, first], "pair": [special, first, second],
-        "special_tokens": {token: {"id": token, "ids": [begin], "tokens": [token]}},
-    }  # fmt: skip
-    return json.dumps(tokenizer)
 
 
 def load_tokenizer(name: str, special_tokens: bool = False) -> Tokenizer:

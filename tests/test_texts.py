@@ -199,14 +199,12 @@ def test_f61_templates_with_several_tokens_are_refused_and_odd_names_kept(tmp_pa
     special = ["<begin of text>", "<bos:1>", "$A", "</s>"]
     tokenizer = byte_level(special)
     for i, name in enumerate(special[:3]):
-        content = tokenizers_.prepending(tokenizer.to_str(), i)
-        (tmp_path / "tokenizer.json").write_text(content)
-        (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>"}))
+        tokenizers_.write_hf_tokenizer(HFTokenizer(tokenizer.to_str(), 3, i).meta(), tmp_path)
         found = load_tokenizer(f"hf:{tmp_path}")
         assert found.begin_of_text == i and found.end_of_text == 3
-        tokenizers_.write_hf_tokenizer(found.meta() | {"json": tokenizer.to_str()}, tmp_path)
         ids = transformers.AutoTokenizer.from_pretrained(tmp_path)("a").input_ids
         assert ids[0] == i and len(ids) == 2, name
+    content = (tmp_path / "tokenizer.json").read_text()
     two = json.loads(content)
     two["post_processor"]["single"].insert(0, two["post_processor"]["single"][0])
     (tmp_path / "tokenizer.json").write_text(json.dumps(two))
