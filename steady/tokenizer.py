@@ -501,8 +501,6 @@ def hf_tokenizer_meta(folder: Path) -> dict[str, Any]:
         ends = [id for id in ends if id in usable]
     ends = [*ends, *named] if {*ends} & {*named} else [*named, *ends]
     ends = list(dict.fromkeys(ends)) or after[:1]
-    if len(before) > 1:
-        raise UserError(f"{path} puts {len(before)} tokens before a text: at most one is supported")
     adds = settings.get("add_bos_token")
     known = spelling(settings.get("bos_token")) in vocabulary
     if isinstance(adds, bool) and adds != bool(before) and known:
@@ -552,20 +550,19 @@ def require_all_tokens(
 
 def added_by_template(tokenizer: HFTokenizer, path: Path) -> tuple[list[int], list[int]]:
     """The ids that a tokenizer's template puts before and after a text. Raises UserError that names
-    `path` if it also puts some inside, or repeats the text."""
+    `path` if there are several before it, or some inside."""
     for text in ("a", "1", ".", *itertools.islice(tokenizer.tokenizer.get_vocab(), 1000)):
         try:
             encoding = tokenizer.tokenizer.encode(text)
-            bare = tokenizer.tokenizer.encode(text, add_special_tokens=False).ids
         except Exception:  # a vocabulary without an unknown token
             continue
         ids, mask = encoding.ids, encoding.special_tokens_mask  # 1: added by the template
         if 0 in mask:
             first, last = mask.index(0), len(ids) - mask[::-1].index(0)
-            if ids[first:last] != bare:
+            if first > 1 or 1 in mask[first:last]:
                 raise UserError(
-                    f"{path} has a template that is not supported: tokens inside a text, or text "
-                    "that is repeated"
+                    f"{path} has a template that is not supported: {first} tokens before a text "
+                    "instead of at most one, or tokens inside it"
                 )
             return ids[:first], ids[last:]
     return [], []
