@@ -254,19 +254,7 @@ class HFTokenizer:
 
     def encode_prompt(self, text: str) -> list[int]:
         """Like `encode`, but encodes special tokens in the text as tokens."""
-        end = self.end_of_text
-        name = "" if end is None else self.tokenizer.decode([end], skip_special_tokens=False)
-        if name and name in text and end not in self.added and not self.makes(end, name):
-            parts = [self.encode_prompt(part) for part in text.split(name)]
-            return parts[0] + [id for part in parts[1:] for id in (end, *part)]
         return self.encoding_of(self.tokenizer, text).ids
-
-    def makes(self, id: int, text: str) -> bool:
-        """Whether `text` encodes to that id, among others."""
-        try:
-            return id in self.encode(text)
-        except UserError:  # a vocabulary without an unknown token
-            return False
 
     def encoding_of(self, tokenizer: Any, text: str) -> Any:
         try:
