@@ -364,22 +364,15 @@ def encode_prompt(tokenizer: Tokenizer, text: str) -> list[int]:
 def train_bpe(texts: Iterable[str], vocab_size: int) -> HFTokenizer:
     """Train a byte-level BPE of `vocab_size` tokens, like GPT-2's, on `texts`. Token 0 is
     <|endoftext|>."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from tokenizers import ByteLevelBPETokenizer
 
     if not 257 <= vocab_size <= 2**20:
         raise UserError(f"bpe:{vocab_size} must be from 257 (bytes and end of text) to 2**20")
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=["<|endoftext|>"],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
+    tokenizer = ByteLevelBPETokenizer()
+    settings = {"min_frequency": 0, "show_progress": False, "special_tokens": ["<|endoftext|>"]}
     # in pieces, because it buffers 256 of them
     pieces = (text[i : i + PIECE] for text in texts for i in range(0, len(text), PIECE))
-    tokenizer.train_from_iterator(pieces, trainer)
+    tokenizer.train_from_iterator(pieces, vocab_size, **settings)
     trained = HFTokenizer(tokenizer.to_str(), end_of_text=0)
     if trained.vocab_size < vocab_size:
         print(f"note: the texts yield only {trained.vocab_size} tokens, not {vocab_size}")
@@ -598,13 +591,12 @@ def write_hf_tokenizer(
             vocab, merges = (read_file_cached(f"{GPT2_FILES}/{name}").decode() for name in names)
             vocab, pairs = json.loads(vocab), [tuple(x.split()) for x in merges.splitlines()[1:]]
         else:  # GPT-2's characters for bytes: printable ones, or the next from U+0100 on
-            shown = [*range(33, 127), *range(161, 173), *range(174, 256)]
-            hidden = [byte for byte in range(256) if byte not in shown]
+            shown = pre_tokenizers.ByteLevel.alphabet()
+            hidden = [byte for byte in range(256) if chr(byte) not in shown]
             vocab = {chr(256 + hidden.index(i) if i in hidden else i): i for i in range(256)}
             pairs = []
-        written = tokenizers.Tokenizer(models.BPE(vocab, pairs))
-        written.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-        written.decoder = decoders.ByteLevel()  # decodes incomplete characters too
+        # it decodes incomplete characters too
+        written = tokenizers.ByteLevelBPETokenizer(vocab, pairs)
         written.add_special_tokens(["<|endoftext|>"])
     left_out = ("auto_map", "backend", "is_local", "processor_class",
                 "split_special_tokens")  # prompts are read with special tokens  # fmt: skip
