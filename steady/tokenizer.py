@@ -3,7 +3,6 @@
 import hashlib
 import itertools
 import json
-import os
 import re
 import reprlib
 from collections.abc import Iterable, Iterator, Sequence
@@ -202,10 +201,8 @@ class HFTokenizer:
         stop_tokens: Sequence[int] = (),
         special_tokens: bool = False,
     ):
-        try:
-            from tokenizers import Tokenizer
-        except ImportError:
-            raise UserError("this tokenizer needs tokenizers: pip install tokenizers") from None
+        from tokenizers import Tokenizer
+
         try:
             self.tokenizer = Tokenizer.from_str(content)
         except Exception as error:
@@ -373,10 +370,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> HFTokenizer:
     # in pieces, because it buffers 256 of them
     pieces = (text[i : i + PIECE] for text in texts for i in range(0, len(text), PIECE))
     tokenizer.train_from_iterator(pieces, vocab_size, **settings)
-    trained = HFTokenizer(tokenizer.to_str(), end_of_text=0)
-    if trained.vocab_size < vocab_size:
-        print(f"note: the texts yield only {trained.vocab_size} tokens, not {vocab_size}")
-    return trained
+    return HFTokenizer(tokenizer.to_str(), end_of_text=0)
 
 
 TOKENIZER_VALUES = {  # the keys of meta.json that checkpoints keep, with checks of their values
@@ -412,9 +406,8 @@ def find_folder(source: str, patterns: list[str]) -> Path:
 
         return Path(snapshot_download(source, allow_patterns=patterns))
     except Exception as error:  # the hub's library raises many types
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise UserError(
-            f"{source} is neither a folder nor available on the Hugging Face hub: {reason}"
+            f"{source} is neither a folder nor available on the Hugging Face hub: {error!r}"
         ) from None
 
 
@@ -642,9 +635,7 @@ def load_tokenizer(name: str, special_tokens: bool = False) -> Tokenizer:
     special_tokens: encode special tokens in a text as tokens, not as characters.
     """
     if name.startswith("hf:") and name != "hf:":
-        source = os.path.expanduser(name[3:])
-        if Path(source).name == "tokenizer.json" and Path(source).is_file():
-            source = str(Path(source).parent)
+        source = name[3:].removesuffix("/tokenizer.json")
         folder = find_folder(source, ["*.json", "tokenizer.model"])
         meta, own = hf_tokenizer_meta(folder), read_json(folder / "meta.json")  # a data set's
         own = own if own.get("tokenizer") == "hf" else {}
@@ -652,12 +643,10 @@ def load_tokenizer(name: str, special_tokens: bool = False) -> Tokenizer:
             raise UserError(f"{source}: tokenizer.json and meta.json have two tokenizers: move one")
         meta = meta or own
         if not meta.get("json"):
-            known = (folder / "tokenizer_config.json").exists()
-            first = "" if known else "; first add its tokenizer_config.json, which names the class"
             raise UserError(
-                f"{source} has no tokenizer.json: convert an older format with pip install "
-                "transformers sentencepiece, and python -c 'from transformers import AutoTokenizer "
-                f'as A; A.from_pretrained("{folder}").save_pretrained("{folder}")\'{first}'
+                f"{source} has no tokenizer.json: load an older format, with the "
+                "tokenizer_config.json that names its class, with transformers' AutoTokenizer, and "
+                "save it with save_pretrained (pip install transformers sentencepiece)"
             )
         check_meta(meta, source)
         if meta.get("end_of_text") is None:
