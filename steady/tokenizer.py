@@ -475,15 +475,6 @@ def hf_tokenizer_meta(folder: Path) -> dict[str, Any]:
         ends = [id for id in ends if id in usable]
     ends = [*ends, *named] if {*ends} & {*named} else [*named, *ends]
     ends = list(dict.fromkeys(ends)) or after[:1]
-    adds = settings.get("add_bos_token")
-    known = spelling(settings.get("bos_token")) in vocabulary
-    if isinstance(adds, bool) and adds != bool(before) and known:
-        print(
-            f"note: {folder / 'tokenizer_config.json'} has add_bos_token={adds}, but the template "
-            f"in tokenizer.json disagrees: texts and prompts "
-            f"{'start' if before else 'do not start'} with {settings['bos_token']!r}, as in "
-            "transformers 5"
-        )
     return tokenizer.meta() | {
         "begin_of_text": before[0] if before else None,
         "end_of_text": ends[0] if ends else None, "stop_tokens": ends,

@@ -180,7 +180,7 @@ def test_f61_f66_data_prompts_and_exports_do_as_the_model_was_trained(
 
 @pytest.mark.parametrize("adds", [True, False])
 @pytest.mark.parametrize("begin", ["<s>", "</s>", ""])
-def test_f61_the_template_decides_as_it_does_for_transformers(tmp_path, capsys, begin, adds):
+def test_f61_the_template_decides_as_it_does_for_transformers(tmp_path, begin, adds):
     """Also if the same token begins and ends texts."""
     tokenizer = byte_level(["<s>", "</s>"], begin=begin)
     folder = save_model(tmp_path / "model", tokenizer, bos_token=begin or "<s>", eos_token="</s>")
@@ -189,8 +189,6 @@ def test_f61_the_template_decides_as_it_does_for_transformers(tmp_path, capsys, 
     found = load_tokenizer(f"hf:{folder}")
     theirs = transformers.AutoTokenizer.from_pretrained(folder)("a").input_ids
     assert encode_prompt(found, "a") == theirs and len(theirs) == 1 + bool(begin)
-    noted = "the template in tokenizer.json disagrees" in capsys.readouterr().out
-    assert noted is (adds is not bool(begin))
     tokenizers_.write_hf_tokenizer(found.meta(), tmp_path)
     assert transformers.AutoTokenizer.from_pretrained(tmp_path)("a").input_ids == theirs
 
