@@ -42,7 +42,7 @@ from steady.tokenizer import (
     CharTokenizer,
     HFTokenizer,
     Tokenizer,
-    encode_pieces,
+    cut_text,
     from_meta,
     load_tokenizer,
     read_json,
@@ -104,7 +104,7 @@ def write_tokens(
     claim(folder)
     remove_temporary(folder, FILES)
     width, n_bytes, skipped = token_dtype(tokenizer).itemsize, dict.fromkeys(SPLITS, 0), []
-    per_token = 1 if hasattr(tokenizer, "encode_array") else 4  # bytes of text
+    per_token = 1 if isinstance(tokenizer, CharTokenizer | ByteTokenizer) else 4  # bytes of text
     needed, free = width * (max_tokens or size // per_token), shutil.disk_usage(folder).free
     if needed > free:
         raise UserError(
@@ -195,7 +195,8 @@ def encode_document(tokenizer: Tokenizer, piece: Piece) -> list[Sequence[int]]:
     """The ids of a piece, with the begin-of-text and end-of-text tokens at the ends of its text."""
     if not (piece.before or piece.text or piece.after):  # an empty document
         return []
-    ids = list(encode_pieces(tokenizer, [piece.text], piece.before, piece.after))
+    pieces = cut_text(tokenizer, [piece.text], piece.before, piece.after)
+    ids = list(itertools.starmap(tokenizer.encode_between, pieces))
     begin = [] if tokenizer.begin_of_text is None or piece.before else [tokenizer.begin_of_text]
     end = [] if tokenizer.end_of_text is None or piece.after else [tokenizer.end_of_text]
     if getattr(tokenizer, "special_tokens", False):  # the text may contain them already

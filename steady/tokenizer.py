@@ -18,9 +18,8 @@ from steady.folder import atomic_write, require_file
 class Tokenizer(Protocol):
     """The interface of all tokenizers. `from_meta` rebuilds one from its `meta()`, which is JSON.
 
-    Byte and character tokenizers also have `encode_array(text) -> np.ndarray`, because lists of
-    Python integers would take most of the preparation time. Tokenizers whose ids depend on the
-    surrounding text have `encode_between(before, text, after) -> Sequence[int]`.
+    encode_between: the ids of a piece of a text, which may depend on the text around it. Most give
+    an array, because lists of Python integers would take most of the preparation time.
     """
 
     vocab_size: int
@@ -29,6 +28,7 @@ class Tokenizer(Protocol):
     stop_tokens: list[int]  # ids that end a sample: end_of_text, and others of chat models
 
     def encode(self, text: str) -> list[int]: ...
+    def encode_between(self, before: str, text: str, after: str) -> Sequence[int]: ...
     def decode(self, ids: list[int]) -> str: ...
     def meta(self) -> dict[str, Any]: ...
 
@@ -48,7 +48,7 @@ def cut_text(
 
     before, after: at least WINDOW characters of the text around it, if it is part of a longer one.
     """
-    border = ANYWHERE if hasattr(tokenizer, "encode_array") else BORDER
+    border = ANYWHERE if isinstance(tokenizer, CharTokenizer | ByteTokenizer) else BORDER
     text, start, length = "", 0, PIECE  # text[start:] is left, and a cut is due after `length`
     for chunk in chunks:
         if start:
@@ -64,18 +64,6 @@ def cut_text(
             yield before, text[start:cut], text[cut : cut + WINDOW]
             before, start, length = text[cut - WINDOW : cut], cut, PIECE
     yield before, text[start:], after
-
-
-def encode_pieces(
-    tokenizer: Tokenizer, chunks: Iterable[str], before: str = "", after: str = ""
-) -> Iterator[Sequence[int]]:
-    """The ids of the text in `chunks`, in pieces. The ids are the same as for the whole text, but
-    memory stays constant, and tokenizers that fail on long texts work (tiktoken#15)."""
-    for left, text, right in cut_text(tokenizer, chunks, before, after):
-        if hasattr(tokenizer, "encode_between"):
-            yield tokenizer.encode_between(left, text, right)
-        else:
-            yield getattr(tokenizer, "encode_array", tokenizer.encode)(text)
 
 
 def code_points(text: str) -> np.ndarray:
@@ -105,9 +93,9 @@ class CharTokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Raises UserError with the characters outside the alphabet."""
-        return self.encode_array(text).tolist()
+        return self.encode_between("", text, "").tolist()
 
-    def encode_array(self, text: str) -> np.ndarray:
+    def encode_between(self, before: str, text: str, after: str) -> np.ndarray:
         ids = self.table.take(code_points(text), mode="clip")  # past the table's end: -1
         if len(ids) and ids.min() < 0:
             unknown = "".join(sorted(set(text) - self.ids.keys()))
@@ -136,7 +124,7 @@ class ByteTokenizer:
     def encode(self, text: str) -> list[int]:
         return list(text.encode("utf-8"))
 
-    def encode_array(self, text: str) -> np.ndarray:
+    def encode_between(self, before: str, text: str, after: str) -> np.ndarray:
         return np.frombuffer(text.encode("utf-8"), dtype=np.uint8)
 
     def decode(self, ids: list[int]) -> str:

@@ -43,7 +43,7 @@ def test_written_files_and_meta_agree(tmp_path, capsys):
 class LargeTokenizer:
     vocab_size, end_of_text, begin_of_text = 70000, 69999, None
 
-    def encode(self, text):
+    def encode_between(self, before, text, after):
         return [65536 + ord(c) for c in text]
 
     def meta(self):
