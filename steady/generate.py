@@ -156,18 +156,13 @@ def logits_of(model: GPT, tokens: Tensor, **more: Any) -> Tensor:
     """The model's logits (B, T, V). An edited one may return them with a loss, as nanoGPT's
     does: (logits, loss); or under the name `logits`, as transformers' models do."""
     found = model(tokens, **more)
-    if isinstance(found, Tensor) and found.dim() == 3:
-        return found
-    named = found.get if isinstance(found, Mapping) else partial(getattr, found)
-    parts = [named("logits", None), *(found if isinstance(found, tuple | list) else ())]
+    found = found.get("logits") if isinstance(found, Mapping) else getattr(found, "logits", found)
+    parts = found if isinstance(found, tuple | list) else [found]
     parts = [part for part in parts if isinstance(part, Tensor) and part.dim() == 3]
+    if not parts:
+        raise UserError("sampling needs logits (B, T, V): alone, in a tuple, or under that name")
     size = getattr(getattr(model, "config", None), "vocab_size", None)
-    if parts:
-        return min(parts, key=lambda part: part.shape[-1] != size)  # the first of this size
-    raise UserError(
-        "sampling needs logits (B, T, V) from the model's forward: by themselves, in a tuple, "
-        "or under the name logits"
-    )
+    return min(parts, key=lambda part: part.shape[-1] != size)  # the first of this size
 
 
 def cache_is_exact(model: GPT, vocab_size: int, length: int) -> bool:
