@@ -82,7 +82,6 @@ class CharTokenizer:
         self.vocab_size = len(alphabet) + ends
         self.end_of_text = len(alphabet) if ends else None
         self.stop_tokens = [len(alphabet)] * ends
-        self.ids = {character: i for i, character in enumerate(alphabet)}
         self.table = np.full(max(map(ord, alphabet), default=0) + 2, -1)  # ids by code point
         self.table[code_points(alphabet)] = np.arange(len(alphabet))
 
@@ -98,7 +97,7 @@ class CharTokenizer:
     def encode_between(self, before: str, text: str, after: str) -> np.ndarray:
         ids = self.table.take(code_points(text), mode="clip")  # past the table's end: -1
         if len(ids) and ids.min() < 0:
-            unknown = "".join(sorted(set(text) - self.ids.keys()))
+            unknown = "".join(sorted({*text} - {*self.alphabet}))
             raise UserError(
                 f"the character tokenizer does not know {reprlib.repr(unknown)}; "
                 f"it was trained only on these characters: {self.alphabet!r}"
@@ -237,10 +236,6 @@ class HFTokenizer:
         last = sum(start < end for start in starts) if after else len(starts)
         return encoding.ids[first:last]
 
-    def encode_prompt(self, text: str) -> list[int]:
-        """Like `encode`, but encodes special tokens in the text as tokens."""
-        return self.encoding_of(self.tokenizer, text).ids
-
     def encoding_of(self, tokenizer: Any, text: str) -> Any:
         try:
             # unlike encode, it releases Python's lock
@@ -334,7 +329,7 @@ def encode_prompt(tokenizer: Tokenizer, text: str) -> list[int]:
     """
     end, begin = tokenizer.end_of_text, tokenizer.begin_of_text
     if isinstance(tokenizer, HFTokenizer):
-        ids = tokenizer.encode_prompt(text)
+        ids = tokenizer.encoding_of(tokenizer.tokenizer, text).ids
     else:
         texts = text.split("<|endoftext|>") if end is not None else [text]
         parts = [tokenizer.encode(part) for part in texts]
@@ -542,7 +537,8 @@ def write_hf_tokenizer(
                 special_tokens=[{"id": parts[0], "ids": first, "tokens": names}] if first else [],
             )  # fmt: skip
     elif isinstance(tokenizer, CharTokenizer):
-        written = tokenizers.Tokenizer(models.WordLevel(tokenizer.ids, unk_token=""))
+        ids = {character: i for i, character in enumerate(tokenizer.alphabet)}
+        written = tokenizers.Tokenizer(models.WordLevel(ids, unk_token=""))
         every = tokenizers.Regex(r"[\s\S]")
         written.pre_tokenizer = pre_tokenizers.Split(every, behavior="isolated")
         written.decoder = decoders.Fuse()
@@ -565,13 +561,12 @@ def write_hf_tokenizer(
         written.add_special_tokens(["<|endoftext|>"])
     left_out = ("auto_map", "backend", "is_local", "processor_class",
                 "split_special_tokens")  # prompts are read with special tokens  # fmt: skip
-    given = pretrained_files.get("tokenizer_config", {}).items()
-    settings = {key: value for key, value in given if key not in left_out}
+    given = {"clean_up_tokenization_spaces": False} | pretrained_files.get("tokenizer_config", {})
+    settings = {key: value for key, value in given.items() if key not in left_out}
     if isinstance(settings.get("extra_special_tokens"), list):  # transformers 4 rejects it
         settings["additional_special_tokens"] = settings.pop("extra_special_tokens")
     settings |= {
         "tokenizer_class": "PreTrainedTokenizerFast",  # reads tokenizer.json unchanged
-        "clean_up_tokenization_spaces": settings.get("clean_up_tokenization_spaces", False),
         "model_input_names": ["input_ids", "attention_mask"],  # models reject token_type_ids
         "add_bos_token": begin is not None,
         "add_eos_token": False,
