@@ -188,8 +188,10 @@ class HFTokenizer:
         stop_tokens: Sequence[int] = (),
         special_tokens: bool = False,
     ):
-        from tokenizers import Tokenizer
-
+        try:
+            from tokenizers import Tokenizer
+        except ImportError:
+            raise UserError("this tokenizer needs tokenizers: pip install tokenizers") from None
         try:
             self.tokenizer = Tokenizer.from_str(content)
         except Exception as error:
@@ -389,8 +391,9 @@ def find_folder(source: str, patterns: list[str]) -> Path:
 
         return Path(snapshot_download(source, allow_patterns=patterns))
     except Exception as error:  # the hub's library raises many types
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise UserError(
-            f"{source} is neither a folder nor available on the Hugging Face hub: {error!r}"
+            f"{source} is neither a folder nor available on the Hugging Face hub: {reason}"
         ) from None
 
 
