@@ -486,15 +486,11 @@ def other_checkpoints(path: Path) -> str:
 def architecture(saved: dict[str, Any], kind: type[GPTConfig], path: Path) -> GPTConfig:
     """A checkpoint's model_config as a `kind`; raises UserError that names `path` and the key."""
     settings = saved["model_config"]  # settings newer than the checkpoint get their defaults
-    parameters = inspect.signature(kind).parameters.values()
-    takes_any = any(p.kind == p.VAR_KEYWORD for p in parameters)
-    unknown = set() if takes_any else settings.keys() - {p.name for p in parameters}
-    required = {p.name for p in parameters if p.default is p.empty and p.kind != p.VAR_KEYWORD}
     try:
-        if required - settings.keys():
-            raise UserError(f"it lacks {shown(', '.join(sorted(required - settings.keys())))}")
-        if unknown:
-            raise UserError(f"unknown {shown(', '.join(sorted(map(str, unknown))))}")
+        inspect.signature(kind).bind(**settings)
+    except TypeError as error:  # a name is unknown or missing
+        raise UserError(f"{path}, model_config: {shown(str(error))}") from None
+    try:
         config = kind(**settings)
         layers = getattr(config, "n_layer", 0)  # you may have renamed it
         if layers > len(saved["model"]) + 1000:

@@ -427,7 +427,7 @@ WRONG_CONTENT = [  # key, change, message of sample.py and convert.py, message o
     ("model", reshaped, "model_config in lm_head.weight .float .*is not float"),
     ("model", lambda model: model | {"lm_head.weight": "x"}, "model_config in lm_head.weight"),
     ("model", lambda model: without(model, "final_norm.weight"), "model_config in final_norm.wei"),
-    ("model_config", lambda config: config | {"heads": 2}, "model_config: unknown heads"),
+    ("model_config", lambda config: config | {"heads": 2}, "model_config: .*argument .heads"),
     ("model_config", lambda config: config | {"n_layer": "2"}, "n_layer='2' is not of type int"),
     ("model_config", lambda config: config | {"n_layer": -2}, "n_layer=-2 must be at least 1"),
     ("pretrained", lambda metadata: 5, "pretrained is not valid metadata"),
