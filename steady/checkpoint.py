@@ -22,7 +22,7 @@ import zipfile
 import zlib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache, partial
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -52,6 +52,7 @@ from steady.tokenizer import TEMPLATES, Tokenizer, check_meta, from_meta
 
 MAX_ROPE_VALUES = 2**28  # 2 GiB of rotary tables
 THREADS = min(8, os.cpu_count() or 1)  # for writing or reading a checkpoint
+ZEROS = bytes(2**20)
 FORMAT = 1  # increase it when the layout of a checkpoint changes
 
 WEIGHTS_ONLY = {  # the keys of best.pt and their types
@@ -167,7 +168,7 @@ def save(
     def on_first(action: Callable[[], Any]) -> Any:
         return distributed.all_or_none(process, lambda: process.master and action())[0]
 
-    def write(by: Callable[..., list[tuple[int, int]]]) -> None:
+    def write(by: Callable[..., list[int]]) -> None:
         parts = partial(by, temporary, tensors, offsets, process)
         sums = distributed.all_or_none(process, parts)
         on_first(lambda: write_sums(temporary, sums))
@@ -209,20 +210,20 @@ def write_whole(path: Path, content: dict[str, Any]) -> None:
 
 def write_parts(
     path: Path, tensors: list[Tensor], offsets: list[int], process: Process
-) -> list[tuple[int, int]]:
+) -> list[int]:
     """Write this process's rows of sharded tensors to their offsets in the file `path`. The first
-    process also writes all other tensors. Returns the checksum and size of each piece."""
+    process also writes all other tensors. Returns `write_data`'s checksums."""
     if not all(tensor.device.type == "cpu" for tensor in tensors):
         torch.accelerator.synchronize()  # each thread has its own stream
 
-    def write(tensor: Tensor, offset: int) -> tuple[int, int]:
+    def write(tensor: Tensor, offset: int) -> int:
         part, first_row = distributed.local_shards([tensor])[0], 0
         if distributed.is_sharded(tensor):
             first_row, _ = distributed.own_rows(tensor)
         elif not process.master:
-            return 0, 0
-        offset += first_row * math.prod(part.shape[1:]) * part.element_size()
-        return write_data(path, part, offset)
+            return 0
+        before = first_row * math.prod(part.shape[1:]) * part.element_size()
+        return write_data(path, part, offset, before, tensor.nbytes - before - part.nbytes)
 
     assert len(tensors) == len(offsets), "the processes have different tensors"
     with ThreadPoolExecutor(THREADS) as pool:
@@ -237,7 +238,7 @@ def write_parts(
 
 def write_gathered(
     path: Path, tensors: list[Tensor], offsets: list[int], process: Process
-) -> list[tuple[int, int]]:
+) -> list[int]:
     """Like `write_parts`, but the first process gathers each tensor in turn and writes it."""
     sums, failure = [], None
     for tensor, offset in zip(tensors, offsets, strict=True):
@@ -251,54 +252,37 @@ def write_gathered(
         del whole
     if failure:
         raise failure
-    return sums or [(0, 0)] * len(tensors)
+    return sums or [0] * len(tensors)
 
 
-def write_data(path: Path, tensor: Tensor, offset: int) -> tuple[int, int]:
-    """Write a tensor's data to its offset in the file `path`. Returns its checksum and size."""
-    data = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
+def write_data(path: Path, part: Tensor, offset: int, before: int = 0, after: int = 0) -> int:
+    """Write a part of a tensor to the file `path`, where the tensor is at `offset`. `before` and
+    `after` are the bytes of its other parts. Returns the part's share of the tensor's CRC-32: the
+    XOR of all shares, because a CRC without its initial value is linear (zeros before the part do
+    not change it, zeros after it do)."""
+    data = part.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
     with open(path, "rb+") as file:
-        file.seek(offset)
+        file.seek(offset + before)
         file.write(data)
-    return zlib.crc32(data), len(data)
+    start = 0xFFFFFFFF if before else 0  # zlib inverts it: only the first part has an initial value
+    crc = zlib.crc32(data, start)
+    for left in range(after, 0, -len(ZEROS)):
+        crc = zlib.crc32(ZEROS[:left], crc)
+    return crc ^ start
 
 
-def write_sums(path: Path, sums: list[list[tuple[int, int]]]) -> None:
+def write_sums(path: Path, sums: list[list[int]]) -> None:
     """Write the checksums of the tensors' data into the directory of the zip archive `path`. `sums`
-    has the checksum and size of each process's piece of each tensor."""
+    has each process's shares of them."""
     with zipfile.ZipFile(path, "a") as archive:
         for part in archive.infolist():
             if number := re.search(r"/data/(\d+)$", part.filename):
                 part.CRC = 0
-                for process in sums:
-                    part.CRC = combined_crc(part.CRC, *process[int(number[1])])
+                for shares in sums:
+                    part.CRC ^= shares[int(number[1])]
         archive.comment = b""  # marks the directory as changed: closing writes it again
     with open(path, "rb+") as file:
         sync_to_disk(file)
-
-
-def combined_crc(first: int, second: int, n_bytes: int) -> int:
-    """Combine the CRC-32s of two consecutive pieces of data, where the second has `n_bytes` (the
-    method of zlib's crc32_combine)."""
-    return times(power_of_x(8 * n_bytes), first) ^ second if first else second
-
-
-@cache
-def power_of_x(n: int) -> int:
-    """x**n modulo the polynomial of CRC-32; the highest bit is the coefficient of 1."""
-    if n < 2:
-        return 1 << 31 - n
-    half = power_of_x(n // 2)
-    return times(times(half, half), power_of_x(n % 2))
-
-
-def times(a: int, b: int) -> int:
-    """The product of two such polynomials."""
-    product = 0
-    for i in range(31, -1, -1):
-        product ^= b if a >> i & 1 else 0
-        b = b >> 1 ^ (0xEDB88320 if b & 1 else 0)
-    return product
 
 
 def check_sums(path: Path, first: int = 0, step: int = 1) -> None:

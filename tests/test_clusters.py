@@ -469,8 +469,13 @@ def test_f79_meta_weights_are_drawn_as_others_are():
         assert torch.equal(found, tensor), name
 
 
-@pytest.mark.parametrize("n_bytes", [0, 1, 9, 100_000])
-def test_f79_checksums_of_parts_make_that_of_the_whole(n_bytes):
-    first, second = os.urandom(77), os.urandom(n_bytes)
-    joined = checkpoint.combined_crc(zlib.crc32(first), zlib.crc32(second), n_bytes)
-    assert joined == zlib.crc32(first + second)
+@pytest.mark.parametrize("sizes", [(9,), (5, 1, 0), (3 * 2**20, 2**20 + 7, 2**20, 11)])
+def test_f79_checksums_of_parts_make_that_of_the_whole(tmp_path, sizes):
+    path, found, before = tmp_path / "file", 0, 0
+    path.touch()
+    whole = os.urandom(sum(sizes))
+    for size in sizes:
+        part = torch.tensor([*whole[before : before + size]], dtype=torch.uint8)
+        found ^= checkpoint.write_data(path, part, 7, before, len(whole) - before - size)
+        before += size
+    assert found == zlib.crc32(whole) and path.read_bytes() == bytes(7) + whole

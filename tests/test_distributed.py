@@ -337,12 +337,12 @@ def one_at_a_time(tensor):
 def is_here(path):
     own = mode in ("own folders", "full") and os.environ["RANK"] == "1"
     return not (own and str(path).endswith(".tmp")) and exists(path)
-def write(path, tensor, offset):
+def write(path, tensor, *places):
     if mode == "full":
         raise OSError(28, "No space left on device")
-    kept = write_data(path, tensor, offset)
+    kept = write_data(path, tensor, *places)
     if mode == "lost" and os.environ["RANK"] == "1":  # as if these bytes had not arrived
-        write_data(path, torch.zeros_like(tensor), offset)
+        write_data(path, torch.zeros_like(tensor), *places)
     return kept
 DTensor.full_tensor, os.path.exists, checkpoint.write_data = one_at_a_time, is_here, write
 """
