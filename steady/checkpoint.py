@@ -185,10 +185,6 @@ def save(
             shared = False  # so that it is read back below
         on_first(lambda: read_back and not shared and check_sums(temporary))
         on_first(lambda: replace_file(temporary, path))
-    except OSError as error:
-        if error.errno and not error.filename:
-            error.filename = str(path)  # the error for a full disk names no file
-        raise
     finally:
         if process.master:
             temporary.unlink(missing_ok=True)
