@@ -41,25 +41,14 @@ def claim(out_dir: Path) -> None:
     The lock is an fcntl file lock: a killed process leaves no lock behind, and child processes that
     outlive this one do not hold it. (With flock they would.)
 
-    Raises UserError if the folder is not writable, or if another run is writing there. From here on
-    printing never raises: a run must not end because nobody reads its output.
+    Raises UserError if another run is writing there. From here on printing never raises: a run must
+    not end because nobody reads its output.
     """
     survive_closed_streams()
-    try:
-        str(out_dir).encode()  # torch.save needs UTF-8
-    except UnicodeEncodeError:
-        raise UserError(
-            f"{str(out_dir)!r} is not UTF-8: use another name, or set PYTHONUTF8=1"
-        ) from None
-    try:
-        out_dir.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=out_dir):
-            pass
-    except OSError as error:
-        reason = "it is a file, not a folder" if out_dir.is_file() else error.strerror
-        if out_dir.is_symlink() and not out_dir.exists():
-            reason = f"it is a link to {os.readlink(out_dir)}, which does not exist"
-        raise UserError(f"cannot write to {out_dir}: {reason}") from None
+    str(out_dir).encode()  # torch.save would raise an error for a name that is not UTF-8
+    out_dir.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryFile(dir=out_dir):  # raises if the folder is not writable
+        pass
     try:
         flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0)
         lock = os.open(out_dir / ".lock", flags, 0o666)
