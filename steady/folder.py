@@ -49,14 +49,8 @@ def claim(out_dir: Path) -> None:
     out_dir.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryFile(dir=out_dir):  # raises if the folder is not writable
         pass
-    try:
-        flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0)
-        lock = os.open(out_dir / ".lock", flags, 0o666)
-    except OSError as error:
-        reason = f"{error.strerror} (if no run is writing there, delete it)"
-        if error.errno == errno.ELOOP:
-            reason = "it is a symbolic link (not followed)"
-        raise UserError(f"cannot write to {out_dir / '.lock'}: {reason}") from None
+    flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0)
+    lock = os.open(out_dir / ".lock", flags, 0o666)
     found = os.fstat(lock)
     if not stat.S_ISREG(found.st_mode) or found.st_nlink > 1:
         os.close(lock)

@@ -172,19 +172,6 @@ def test_f74_a_lock_in_a_groups_folder_is_the_groups(tmp_path):
         assert (out / ".lock").stat().st_mode & 0o777 == expected
 
 
-def test_f74_the_file_that_cannot_be_opened_is_named(tmp_path, monkeypatch):
-    real = os.open
-
-    def refuse(path, *rest, **more):
-        if str(path).endswith(".lock"):
-            raise PermissionError(13, "Permission denied")
-        return real(path, *rest, **more)
-
-    monkeypatch.setattr(os, "open", refuse)
-    with pytest.raises(UserError, match=r"cannot write to .*/.lock: Permission denied \(if no run"):
-        folder.claim(tmp_path)
-
-
 # ---- F75: schedules -----------------------------------------------------------------------------
 
 DEFAULTS = resolve(read_settings(ROOT / "train.py"), [])

@@ -175,7 +175,7 @@ def test_f82_a_lock_that_is_a_link_is_not_followed(run, sums, tmp_path, notes):
     out = tmp_path / "out"
     out.mkdir()
     (out / ".lock").symlink_to(notes)
-    with pytest.raises(ValueError, match=r"out/.lock: it is a symbolic link .not followed"):
+    with pytest.raises(OSError, match=r"Too many levels of symbolic links: .*out/.lock"):
         run("train.py", *TINY, f"--dataset={sums}", f"--out_dir={out}", "--max_iters=1")
     assert notes.read_text() == "mine"
 
