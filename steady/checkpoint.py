@@ -429,17 +429,14 @@ def check_metadata(metadata: Any, source: str) -> None:
             and all(isinstance(v, dict if k in dicts else str) for k, v in metadata.items())
             and all(re.fullmatch(r"[\w-]+", name) for name in metadata.get(TEMPLATES, {}))
             and all(isinstance(text, str) for text in metadata.get(TEMPLATES, {}).values())
+            and getattr(torch, metadata["dtype"]).is_floating_point is True
         )  # fmt: skip
-    except (AttributeError, TypeError, ValueError, RecursionError):
+    except (AttributeError, KeyError, TypeError, ValueError, RecursionError):
         good = False
     if not good:
         raise UserError(
             f"{source} is not valid metadata of a pretrained model: {reprlib.repr(metadata)}"
         )
-    dtype = getattr(torch, str(metadata.get("dtype")), None)
-    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-        found = reprlib.repr(metadata.get("dtype"))
-        raise UserError(f"{source} has no floating-point dtype: {found}")
 
 
 def other_checkpoints(path: Path) -> str:

@@ -66,8 +66,8 @@ FAULTS = {  # F84 and F86: content, and its error message
     "bool": (lambda: weights(lambda w: w.bool()), "model_config in blocks.0.attention.q_proj"),
     "int": (lambda: weights(lambda w: w.int()), "model_config in blocks.0.attention.q_proj"),
     "a list": (lambda: weights(lambda w: w.tolist()), "model_config in blocks.0.attention.q_proj"),
-    "dtype": (lambda: content(pretrained={"dtype": "int8"}), "no floating-point dtype: 'int8'"),
-    "no dtype": (lambda: content(pretrained={"dtype": "nn"}), "no floating-point dtype: 'nn'"),
+    "dtype": (lambda: content(pretrained={"dtype": "int8"}), "is not valid metadata .*'int8'"),
+    "no dtype": (lambda: content(pretrained={"dtype": "nn"}), "is not valid metadata .*'nn'"),
     "nested tensor": (
         lambda: weights(lambda w: torch.nested.nested_tensor([w, w])), "dense numeric|damaged"),
     "nan": (lambda: weights(lambda w: w * torch.nan), "q_proj.weight has values that are not"),
