@@ -677,9 +677,20 @@ def resume(
     was = architecture(saved, type(asked), path).settings()
     if saved["pretrained"]:
         model_config = was | {key: model_config[key] for key in ("block_size", "dropout")}
-    check_same_model(
-        was | {"tokenizer": saved["tokenizer"]}, model_config | {"tokenizer": data.tokenizer}, path
-    )
+    if saved["tokenizer"] != data.tokenizer:  # the data set determines it, not a setting
+        raise UserError(
+            f"cannot resume {path}: the data set has a different tokenizer; use the --dataset that "
+            "it was trained on, or another --out_dir"
+        )
+    differing = [
+        f"{key} (checkpoint {was.get(key)!r}, now {now!r})" for key, now in model_config.items()
+        if key != "dropout" and was.get(key) != now
+    ]  # fmt: skip
+    if differing:
+        raise UserError(
+            f"cannot resume {path}: the model differs in {', '.join(differing)}; use the "
+            "checkpoint's values, or another --out_dir"
+        )
 
     def decide() -> tuple[float, list[str]]:
         """The best loss so far, and the files in the folder that belong to another run."""
@@ -733,22 +744,3 @@ def print_changes(
         print(f"note: the checkpoint is at iteration {saved['iter_num']}: nothing is left to "
               "train; continue with a larger --max_iters")  # fmt: skip
     return other_windows
-
-
-def check_same_model(saved: dict[str, Any], current: dict[str, Any], path: Path) -> None:
-    """Raises UserError that lists all differences between two models except dropout. If the
-    tokenizers differ it lists only that, because the data set determines it, not a setting."""
-    differing = [key for key in current if key != "dropout" and saved.get(key) != current[key]]
-    if "tokenizer" in differing:
-        raise UserError(
-            f"cannot resume {path}: the data set has a different tokenizer; use the --dataset that "
-            "it was trained on, or another --out_dir"
-        )
-    if differing:
-        listed = ", ".join(
-            f"{key} (checkpoint {saved.get(key)!r}, now {current[key]!r})" for key in differing
-        )
-        raise UserError(
-            f"cannot resume {path}: the model differs in {listed}; use the checkpoint's values, "
-            "or another --out_dir"
-        )
