@@ -652,10 +652,8 @@ class Start(NamedTuple):
         try:
             load_state(optimizer, self.optimizer)
             if scaler and scaler.is_enabled() and self.scaler:  # empty after float32: keep the new
-                states = self.scaler, scaler.state_dict()
-                found, expected = ({k: type(v) for k, v in s.items()} for s in states)
-                if found != expected:
-                    raise UserError(f"scaler must contain {', '.join(expected)}")
+                if self.scaler.keys() != scaler.state_dict().keys():
+                    raise UserError(f"scaler must contain {', '.join(scaler.state_dict())}")
                 scaler.load_state_dict(self.scaler)
         except UserError as error:
             raise UserError(f"{self.source} cannot be resumed: {error}") from None
