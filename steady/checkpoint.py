@@ -16,7 +16,6 @@ import os
 import pickle
 import re
 import reprlib
-import secrets
 import time
 import zipfile
 import zlib
@@ -42,7 +41,7 @@ from steady.folder import (
     FILES,
     archives,
     hold_lock,
-    replace_file,
+    replacement,
     require_file,
     sync_to_disk,
 )
@@ -148,7 +147,6 @@ def save(
 
     empty = tree_map(emptied, content)
     tensors = [tensor for tensor, _ in records.values()]
-    temporary = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")
 
     def begin() -> tuple[Path, list[int]]:
         hold_lock(path.parent)
@@ -165,7 +163,7 @@ def save(
         sums = distributed.all_or_none(process, parts)
         on_first(lambda: write_sums(temporary, sums))
 
-    try:
+    with replacement(path) if process.master else contextlib.nullcontext(path) as temporary:
         temporary, offsets = on_first(begin)
         shared = all(distributed.all_or_none(process, partial(os.path.exists, temporary)))
         try:
@@ -184,10 +182,6 @@ def save(
                 raise
             shared = False  # so that it is read back below
         on_first(lambda: read_back and not shared and check_sums(temporary))
-        on_first(lambda: replace_file(temporary, path))
-    finally:
-        if process.master:
-            temporary.unlink(missing_ok=True)
 
 
 def write_whole(path: Path, content: dict[str, Any]) -> None:

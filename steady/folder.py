@@ -161,27 +161,15 @@ def archives(out_dir: Path) -> dict[int, Path]:
 
 
 @contextlib.contextmanager
-def atomic_write(path: Path) -> Iterator[BinaryIO]:
-    """A file to write to, which replaces `path` at the end of the `with` block.
-
-    Until then it has a temporary name, so an error, a crash or a full disk leaves `path` as it was.
-    """
+def replacement(path: Path) -> Iterator[Path]:
+    """A temporary name for a file, which replaces `path` at the end of the `with` block and must be
+    on disk by then. So an error, a crash or a full disk leaves `path` as it was."""
     temporary = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")
     try:
-        with open(temporary, "wb") as file:
-            yield file
-            sync_to_disk(file)
-        replace_file(temporary, path)
-    except BaseException as error:
+        yield temporary
+        os.replace(temporary, path)
+    finally:
         temporary.unlink(missing_ok=True)
-        if isinstance(error, OSError) and error.filename is None:
-            error.filename = str(path)  # the error for a full disk names no file
-        raise
-
-
-def replace_file(temporary: Path, path: Path) -> None:
-    """Replace `path` with `temporary`, which must already be on disk."""
-    os.replace(temporary, path)
     if os.name == "posix":  # make the rename itself durable
         with contextlib.suppress(OSError):  # the rename has succeeded, even if this fails
             folder = os.open(path.parent, os.O_RDONLY)
@@ -189,6 +177,18 @@ def replace_file(temporary: Path, path: Path) -> None:
                 os.fsync(folder)
             finally:
                 os.close(folder)
+
+
+@contextlib.contextmanager
+def atomic_write(path: Path) -> Iterator[BinaryIO]:
+    """A file to write to, which replaces `path` at the end of the `with` block."""
+    try:
+        with replacement(path) as temporary, open(temporary, "wb") as file:
+            yield file
+            sync_to_disk(file)
+    except OSError as error:
+        error.filename = error.filename or str(path)  # the error for a full disk names no file
+        raise
 
 
 def sync_to_disk(file: BinaryIO) -> None:
