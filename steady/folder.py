@@ -35,8 +35,9 @@ MARK = ".archived"  # marks the folders that we created for them
 held: dict[Path, tuple[int, int]] = {}
 
 
-def claim(out_dir: Path) -> None:
-    """Create `out_dir` and lock it until this process ends.
+def claim(out_dir: Path, names: Sequence[str] = FILES) -> None:
+    """Create `out_dir` and lock it until this process ends. Remove what killed runs left behind
+    while they wrote the files `names`.
 
     The lock is an fcntl file lock: a killed process leaves no lock behind, and child processes that
     outlive this one do not hold it. (With flock they would.)
@@ -75,14 +76,8 @@ def claim(out_dir: Path) -> None:
     with contextlib.suppress(OSError):
         os.ftruncate(lock, 0)
         os.write(lock, f"process {os.getpid()} on {socket.gethostname()}".encode())
-    remove_temporary(out_dir, FILES)
-
-
-def remove_temporary(folder: Path, names: Sequence[str]) -> None:
-    """Remove the temporary files that killed runs left behind while writing `names`."""
-    temporary = re.compile(rf"({'|'.join(map(re.escape, names))})\.[0-9a-f]{{8}}\.tmp")
-    for path in folder.iterdir():
-        if temporary.fullmatch(path.name):
+    for name in names:
+        for path in out_dir.glob(f"{name}.{'[0-9a-f]' * 8}.tmp"):
             path.unlink(missing_ok=True)
 
 

@@ -27,13 +27,7 @@ import numpy as np
 
 from configurator import CONFIGS, configs_for, configure, dataset_name
 from steady import UserError, textfiles, visible
-from steady.folder import (
-    atomic_write,
-    claim,
-    crc_of_start,
-    remove_temporary,
-    sync_to_disk,
-)
+from steady.folder import atomic_write, claim, crc_of_start, sync_to_disk
 from steady.output import shown, waiting
 from steady.shuffle import scramble
 from steady.textfiles import Piece
@@ -101,8 +95,7 @@ def write_tokens(
         max_tokens: stop after this many training tokens; 0: take all.
     """
     refuse_foreign_files(folder)
-    claim(folder)
-    remove_temporary(folder, FILES)
+    claim(folder, FILES)
     width, n_bytes, skipped = token_dtype(tokenizer).itemsize, dict.fromkeys(SPLITS, 0), []
     per_token = 1 if isinstance(tokenizer, CharTokenizer | ByteTokenizer) else 4  # bytes of text
     needed, free = width * (max_tokens or size // per_token), shutil.disk_usage(folder).free
