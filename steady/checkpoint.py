@@ -201,7 +201,7 @@ def write_parts(
     def write(tensor: Tensor, offset: int) -> int:
         part, first_row = distributed.local_shards([tensor])[0], 0
         if distributed.is_sharded(tensor):
-            first_row, _ = distributed.own_rows(tensor)
+            first_row = distributed.first_row(tensor)
         elif not process.master:
             return 0
         before = first_row * math.prod(part.shape[1:]) * part.element_size()

@@ -615,13 +615,11 @@ def local_rows(whole: Tensor, like: Tensor) -> Tensor:
     no other rows are read."""
     if not is_sharded(like):
         return whole
-    first, n = own_rows(like)
-    return whole[first : first + n]
+    first = first_row(like)
+    return whole[first : first + len(like.to_local())]
 
 
-def own_rows(sharded: Tensor) -> tuple[int, int]:
-    """This process's rows of a sharded tensor: the first, and how many. FSDP2 gives equally many
-    to all processes, except for the last ones, which may have fewer."""
-    most = math.ceil(len(sharded) / dist.get_world_size())
-    first = min(dist.get_rank() * most, len(sharded))
-    return first, min(most, len(sharded) - first)
+def first_row(sharded: Tensor) -> int:
+    """The first of this process's rows of a sharded tensor. FSDP2 gives equally many to all
+    processes, except for the last ones, which may have fewer, or none."""
+    return math.ceil(len(sharded) / dist.get_world_size()) * dist.get_rank()
