@@ -323,15 +323,6 @@ def all_reduce_sum(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def all_reduce_min(value: float) -> float:
-    """The minimum of `value` over all processes."""
-    if not dist.is_initialized():
-        return value
-    found = torch.tensor(value)
-    dist.all_reduce(found, op=dist.ReduceOp.MIN)
-    return float(found)
-
-
 TIMEOUT_MINUTES = 5.0  # minutes without an answer before a process counts as hung
 
 
@@ -344,7 +335,7 @@ def set_timeout(process: Process, minutes: float | None = None) -> None:
 
 def any_process(flag: bool) -> bool:
     """Whether `flag` is true on any process."""
-    return all_reduce_min(0.0 if flag else 1.0) == 0.0
+    return bool(all_reduce_sum(torch.tensor(float(flag))))
 
 
 def broadcast(tensor: Tensor) -> None:

@@ -105,7 +105,8 @@ def fit(
     """
     sequences = config["batch_size"] * config["gradient_accumulation_steps"]
     every_size = batch_sizes(config["batch_size"], sequences // process.world_size)
-    available_gib = distributed.all_reduce_min(hardware.available_memory_gib(process.device))
+    available_gib = hardware.available_memory_gib(process.device)
+    available_gib = min(distributed.gather_objects(process, available_gib))
     # On a GPU, skip only hopeless sizes, to save the time to compile them. There is no second try
     # with fsdp, nor on a CPU, whose system hands out memory that it does not have.
     on_gpu = process.device.type == "cuda"
@@ -158,7 +159,7 @@ def fit(
         peak = rough_gib(config, size, process)
     if process.shards_model:  # if there is ample memory, keep gathered weights
         weights = sum(p.numel() for p in model.parameters()) * process.dtype.itemsize / 2**30
-        if distributed.all_reduce_min(margin * available_gib - peak - weights) > 0:
+        if not distributed.any_process(peak + weights > margin * available_gib):
             distributed.keep_unsharded(model)
     compiling.allow_dynamic(plan)
     gc.collect()
