@@ -125,7 +125,17 @@ def fit(
 
     lines, reason = [], "too little memory (estimated)"
     while sizes:
-        model, failure = attempt(trial, sizes[0], process, plan)
+        model, failure = None, ""
+        try:
+            model = trial(sizes[0])
+        except Exception as error:
+            if is_out_of_memory(error):
+                failure = OUT_OF_MEMORY
+            # with fsdp the other processes wait in a collective, so there is no second try
+            elif not plan.compiled or process.shards_model:
+                raise
+            else:
+                failure = compiling.why_not_compiled(error)
         if not (failure if process.shards_model else distributed.any_process(bool(failure))):
             break
         del model
@@ -152,11 +162,10 @@ def fit(
         )
     if plan.cuda_graphs:
         lines.append(compiling.graphs_report())
-    peak = hardware.peak_memory_gib(process.device)
-    if peak is not None:
+    # devices other than GPUs do not report their peak
+    peak = hardware.peak_memory_gib(process.device) or rough_gib(config, size, process)
+    if on_gpu:
         lines.append(f"memory {peak:.2f} of {available_gib:.2f} GiB in a trial step")
-    else:  # this device does not report its peak
-        peak = rough_gib(config, size, process)
     if process.shards_model:  # if there is ample memory, keep gathered weights
         weights = sum(p.numel() for p in model.parameters()) * process.dtype.itemsize / 2**30
         if not distributed.any_process(peak + weights > margin * available_gib):
@@ -198,22 +207,6 @@ def undone(model: nn.Module, optimizer: Any) -> Iterator[None]:
         for module, name in empty:
             if module._buffers.get(name) is not None:
                 module._buffers[name] = None
-
-
-def attempt(
-    trial: Callable[[int], nn.Module], size: int, process: Process, plan: Plan
-) -> tuple[nn.Module | None, str]:
-    """The result of `trial(size)`, or why it failed: OUT_OF_MEMORY, or an error that the compiler
-    may have caused. Raises errors that the compiler cannot have caused."""
-    try:
-        return trial(size), ""
-    except Exception as error:
-        if is_out_of_memory(error):
-            return None, OUT_OF_MEMORY
-        # with fsdp the other processes wait in a collective, so there is no second try
-        if not plan.compiled or process.shards_model:
-            raise
-        return None, compiling.why_not_compiled(error)
 
 
 def is_out_of_memory(error: BaseException) -> bool:
