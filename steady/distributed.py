@@ -203,10 +203,8 @@ def start(process: Process, config: dict[str, Any], cuda_graphs: bool = False) -
 def join(process: Process, backend: str) -> None:
     """Meet the other processes. From here on an error in one of them ends all."""
     rank, world_size = process.rank, process.world_size
-    if backend == "auto":
-        backend = "nccl" if process.device.type == "cuda" else "gloo"
-    if backend == "nccl":
-        backend = "cpu:gloo,cuda:nccl"  # small values need not wait for the GPU
+    if backend != "gloo":  # small values need not wait for the GPU
+        backend = "cpu:gloo,cuda:nccl" if process.device.type == "cuda" else "gloo"
     try:
         store, _, _ = next(rendezvous("env://"))
         if has_store():
@@ -269,11 +267,10 @@ def all_or_none(process: Process, action: Callable[[], Any]) -> list[Any]:
         result = action()
     except Exception as found:
         error = found
-    mine = error and (getattr(error, "errno", None), getattr(error, "strerror", None) or str(error))
-    results = gather_objects(process, (mine, result))
+    results = gather_objects(process, (error and str(error), result))
     for rank, (message, _) in enumerate(results):
         if message is not None:
-            raise error or OSError(message[0], f"rank {rank}: {message[1]}")
+            raise error or OSError(f"rank {rank}: {message}")
     return [result for _, result in results]
 
 
@@ -350,12 +347,10 @@ def broadcast(tensor: Tensor) -> None:
         tensor.copy_(received)
 
 
-def persistent_buffers(model: nn.Module) -> Iterator[Tensor]:
+def persistent_buffers(model: nn.Module) -> list[Tensor]:
     """The buffers that checkpoints contain (model.py has none)."""
-    for module in model.modules():
-        for name, buffer in module.named_buffers(recurse=False):
-            if name not in module._non_persistent_buffers_set:
-                yield buffer
+    found = ((m, name, b) for m in model.modules() for name, b in m.named_buffers(recurse=False))
+    return [b for m, name, b in found if name not in m._non_persistent_buffers_set]
 
 
 @torch.no_grad()
@@ -575,9 +570,7 @@ def local_shards(tensors: list[Tensor]) -> list[Tensor]:
 def total_norm(tensors: list[Tensor]) -> Tensor:
     """The 2-norm (scalar) of all tensors together. All or none must be sharded."""
     norm = torch.nn.utils.get_total_norm(local_shards(tensors))
-    if not is_sharded(tensors[0]):
-        return norm
-    return all_reduce_sum(norm.square()).sqrt()
+    return all_reduce_sum(norm.square()).sqrt() if is_sharded(tensors[0]) else norm
 
 
 def gather_full(state: Any) -> Any:

@@ -244,7 +244,7 @@ def test_f79_every_process_builds_and_saves_its_part(launch, alone, run, tmp_pat
 
     out = tmp_path / "copies" / "failing"
     first, _ = launch(2, out, *resumed, code=UNREADABLE, fails=[1, 0])
-    assert "was not saved (the last good one is kept): [Errno 5] rank 1: Input/output" in first
+    assert "was not saved (the last good one is kept): rank 1: [Errno 5] Input/output" in first
     assert checkpoint.load(out / "ckpt.pt")["iter_num"] == 4
     assert not list(out.glob("*.tmp"))
 
