@@ -385,13 +385,6 @@ def sum_gradients(
     torch._foreach_copy_(gradients, [total.view_as(gradient) for total, gradient in sums])
 
 
-def blocks_per_group(n_layer: int, block_params: int) -> int:
-    """How many blocks fsdp communicates at once. The host needs as much time for small blocks as
-    for large ones, but small ones keep the GPU busy for less time. At least four groups remain if
-    there are four blocks, so that communication overlaps with computation."""
-    return max(1, min(PARAMS_PER_GROUP // max(1, block_params), n_layer // 4))
-
-
 def shard(model: nn.Module, process: Process) -> None:
     """With ddp, give `model` rank 0's initial values: GPUs of other kinds draw other numbers from
     the same seed. With fsdp, shard `model`, which is on the meta device, over all processes in
@@ -441,10 +434,13 @@ REMEDY = "set them in their module's reset_parameters(), or use parallel=ddp"
 
 
 def fsdp_groups(model: nn.Module) -> list[list[nn.Module]]:
-    """The groups of modules that fsdp communicates together: a few blocks each, the rest last."""
+    """The groups of modules that fsdp communicates together: a few blocks each, the rest last. The
+    host needs as much time for small blocks as for large ones, but small ones keep the GPU busy for
+    less time. At least four groups remain if there are four blocks, so that communication overlaps
+    with computation."""
     blocks = repeated_blocks(model)
     largest = max((sum(p.numel() for p in block.parameters()) for block in blocks), default=0)
-    n = blocks_per_group(len(blocks), largest)
+    n = max(1, min(PARAMS_PER_GROUP // max(1, largest), len(blocks) // 4))
     return [*(blocks[i : i + n] for i in range(0, len(blocks), n)), [model]]
 
 
@@ -529,13 +525,6 @@ def materialize(part: nn.Module, device: torch.device) -> None:
             module._apply(create, recurse=False)  # buffers
             if hasattr(module, "reset_parameters"):
                 module.reset_parameters()
-
-
-def keep_unsharded(model: nn.Module) -> None:
-    """Keep a sharded model's gathered weights from forward to backward. This saves a third of the
-    communication, and takes memory for all weights in `shard`'s dtype."""
-    for block in repeated_blocks(model):
-        block.set_reshard_after_forward(False)
 
 
 def reshard(model: nn.Module) -> None:

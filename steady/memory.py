@@ -166,10 +166,12 @@ def fit(
     peak = hardware.peak_memory_gib(process.device) or rough_gib(config, size, process)
     if on_gpu:
         lines.append(f"memory {peak:.2f} of {available_gib:.2f} GiB in a trial step")
-    if process.shards_model:  # if there is ample memory, keep gathered weights
+    if process.shards_model:
+        # if there is ample memory, keep the gathered weights from forward to backward: this saves a
+        # third of the communication
         weights = sum(p.numel() for p in model.parameters()) * process.dtype.itemsize / 2**30
         if not distributed.any_process(peak + weights > margin * available_gib):
-            distributed.keep_unsharded(model)
+            model.set_reshard_after_forward(False)
     compiling.allow_dynamic(plan)
     gc.collect()
     gc.freeze()  # later collections skip the set-up's objects: scanning them stalls a step

@@ -130,7 +130,7 @@ def assert_same_curve(out, alone):
 
 BOTH_BLOCKS_TOGETHER = """
 from steady import distributed
-distributed.blocks_per_group = lambda n_layer, block_params: n_layer
+distributed.fsdp_groups = lambda model: [[*model.blocks], [model]]
 """
 
 
@@ -588,8 +588,9 @@ ONE_HAS_LITTLE = """
 import os
 from steady import distributed, hardware
 hardware.available_memory_gib = lambda device: (1.0, 0.0008)[int(os.environ["RANK"])]
-keep_unsharded = distributed.keep_unsharded
-distributed.keep_unsharded = lambda model: (print("keeps gathered weights"), keep_unsharded(model))
+from torch.distributed.fsdp import FSDPModule
+keep = FSDPModule.set_reshard_after_forward
+FSDPModule.set_reshard_after_forward = lambda *args: (print("keeps gathered weights"), keep(*args))
 """
 
 
@@ -714,7 +715,7 @@ def test_blocks_are_exchanged_two_at_a_time_and_kept_weights_once(divided):
             divided(tokens, tokens).backward()
         events = [e for e in profile.key_averages() if "FSDP::all_gather (blocks" in e.key]
         gathers.append(sum(event.count for event in events))
-        distributed.keep_unsharded(divided)
+        divided.set_reshard_after_forward(False)
     assert gathers == [8, 4]  # four pairs of blocks, forward and backward
 
 
@@ -738,7 +739,7 @@ def test_divided_blocks_compile_with_selective_checkpointing(divided, monkeypatc
 def test_gathered_averages_do_not_outlive_the_evaluation(divided):
     """Without the fix the next step trains with the averaged weights."""
     averages = AveragedWeights(divided, True)
-    distributed.keep_unsharded(divided)
+    divided.set_reshard_after_forward(False)
     tokens = torch.zeros(1, 8, dtype=torch.int64)
     with torch.no_grad():
         divided(tokens, tokens)
@@ -753,7 +754,10 @@ def test_gathered_averages_do_not_outlive_the_evaluation(divided):
     ("n_layer", "millions", "together"), [(48, 30.8, 4), (32, 202, 1), (12, 7.1, 3), (2, 0.1, 1)]
 )
 def test_large_blocks_are_exchanged_alone(n_layer, millions, together):
-    assert distributed.blocks_per_group(n_layer, int(1e6 * millions)) == together
+    size = int(1e6 * millions)
+    blocks = [torch.nn.Linear(1, size, bias=False, device="meta") for _ in range(n_layer)]
+    model = torch.nn.ModuleDict({"blocks": torch.nn.ModuleList(blocks)})
+    assert len(distributed.fsdp_groups(model)[0]) == together
 
 
 class SeesDTensors(TorchDispatchMode):

@@ -775,7 +775,8 @@ def test_fsdp_keeps_its_share_of_a_model_on_a_gpu(tmp_path):
 @two_gpus
 def test_fsdp_exchanges_several_blocks_at_once_and_draws_samples_in_between(data, tmp_path):
     """Sampling gathers weights, but has no backward pass that would free them again."""
-    assert distributed.blocks_per_group(8, 10**6) == 2
+    blocks = torch.nn.ModuleList(torch.nn.Linear(1, 1) for _ in range(8))
+    assert len(distributed.fsdp_groups(torch.nn.ModuleDict({"blocks": blocks}))[0]) == 2
     whole = train(data, tmp_path / "whole", "--n_layer=8")
     parts = train(data, tmp_path / "parts", "--n_layer=8", "--parallel=fsdp",
                   "--sample_interval=3", processes=2)  # fmt: skip

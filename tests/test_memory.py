@@ -64,6 +64,8 @@ def test_nothing_fits():
 def test_with_fsdp_only_what_fits_by_the_estimate_is_tried(monkeypatch):
     monkeypatch.setattr(hardware, "available_memory_gib", lambda device: 12.8)
     monkeypatch.setattr(distributed, "gather_objects", lambda process, value: [value])
+    keep = "set_reshard_after_forward"  # of a sharded model
+    monkeypatch.setattr(torch.nn.Linear, keep, lambda *_: None, raising=False)
     process = Process(0, 0, 4, "fsdp", dtype=torch.bfloat16)
     trial = runs_out_above(1000)
     found = fit_alone(trial, 64, 120, process)
