@@ -405,11 +405,7 @@ def shard(model: nn.Module, process: Process) -> None:
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     scalars = [name for name, p in model.named_parameters() if p.dim() == 0]
-    if scalars:
-        raise UserError(
-            f"parallel=fsdp cannot shard the scalar parameters {', '.join(scalars)}: "
-            "give them the shape (1,), or use parallel=ddp"
-        )
+    refuse(scalars, "give scalar parameters the shape (1,)")
     groups = fsdp_groups(model)
     on_rank0_first(process, lambda: require_initial_values(model, groups))
     policy = MixedPrecisionPolicy(
@@ -422,15 +418,19 @@ def shard(model: nn.Module, process: Process) -> None:
         fully_shard(modules, mesh=mesh, mp_policy=policy)
         modules[0].set_gradient_divide_factor(1.0)  # sum: the losses are already divided
         modules[0].set_force_sum_reduction_for_comms(True)  # gloo supports only sums
-    garbage = [
-        name for name, tensor in (*model.named_parameters(), *model.named_buffers())
-        if tensor.is_floating_point() and bool(local_shards([tensor])[0].isnan().any())
-    ]  # fmt: skip
-    if garbage:
-        raise UserError(f"parallel=fsdp: no initial values for {', '.join(garbage)}; {REMEDY}")
+    named = [*model.named_parameters(), *model.named_buffers()]
+    named = [(name, tensor) for name, tensor in named if tensor.is_floating_point()]
+    refuse([n for n, t in named if local_shards([t])[0].isnan().any()], SET_VALUES)
 
 
-REMEDY = "set them in their module's reset_parameters(), or use parallel=ddp"
+SET_VALUES = "set their initial values in their module's reset_parameters()"
+
+
+def refuse(names: list[str], remedy: str) -> None:
+    """Raises UserError if there are `names` of tensors that fsdp cannot shard."""
+    if names:
+        names = ", ".join(names[:5])
+        raise UserError(f"parallel=fsdp cannot shard {names}: {remedy}, or use parallel=ddp")
 
 
 def fsdp_groups(model: nn.Module) -> list[list[nn.Module]]:
@@ -472,12 +472,7 @@ def require_initial_values(model: nn.Module, groups: list[list[nn.Module]]) -> N
     others = [module for module in model.modules() if module not in inside]
     owners.append({p for module in others for p in module.parameters(recurse=False)})
     shared = [n for n, p in model.named_parameters() if sum(p in own for own in owners) > 1]
-    if shared:
-        raise UserError(
-            f"parallel=fsdp cannot shard {', '.join(shared[:5])}, which several groups of blocks "
-            "share: use parallel=ddp"
-        )
-
+    refuse(shared, "do not share parameters across groups of blocks")
     config = model.config
     if is_dataclass(config) and hasattr(config, "n_layer"):
         config = replace(config, n_layer=min(2, config.n_layer))
@@ -492,10 +487,7 @@ def require_initial_values(model: nn.Module, groups: list[list[nn.Module]]) -> N
     ours = [*found.named_parameters(), *found.named_buffers()]
     # (a run on 64 CPU cores was refused once because its cosines differed)
     unknown = [n for n, t in ours if not torch.allclose(t, theirs[n], rtol=1e-5, atol=1e-6)]
-    if unknown:
-        raise UserError(
-            f"parallel=fsdp does not know the initial values of {', '.join(unknown[:5])}; {REMEDY}"
-        )
+    refuse(unknown, SET_VALUES)
 
 
 class Reseeded(TorchDispatchMode):

@@ -368,11 +368,11 @@ CHANGES = {  # a change to GPT.__init__, and the error under fsdp (None: it work
     "conv": (for_blocks(lambda b: setattr(b, "conv", nn.Conv1d(16, 16, 3))), None),
     "reset": (for_blocks(lambda b: setattr(b.mlp, "down_proj", ZeroLinear(64, 16, False))), None),
     "full": (for_blocks(lambda b: setattr(b, "scale", nn.Parameter(torch.full((4,), 0.5)))),
-             "blocks.0.scale, blocks.1.scale; set them in"),
-    "positions": (lambda model: model.register_buffer("pos", torch.arange(8)), "values of pos;"),
+             "blocks.0.scale, blocks.1.scale: set their initial values in"),
+    "positions": (lambda model: model.register_buffer("pos", torch.arange(8)), "shard pos:"),
     "mask": (lambda model: model.register_buffer("mask", torch.ones(4, 4).tril().bool()), "mask"),
     "freqs": (lambda model: model.register_buffer("f", torch.polar(torch.ones(4), torch.ones(4))),
-              "values of f"),
+              "shard f:"),
     "zeros": (for_blocks(lambda b: nn.init.zeros_(b.attention.o_proj.weight)),
               "blocks.0.attention.o_proj.weight"),
     "apply": (lambda model: model.apply(lambda m: isinstance(m, nn.Linear)
@@ -382,7 +382,7 @@ CHANGES = {  # a change to GPT.__init__, and the error under fsdp (None: it work
     "shifted": (lambda model: setattr(model, "final_norm", Shifted(16)), "final_norm.bias"),
     "tied across": (lambda model: setattr(
         model.blocks[2].mlp.up_proj, "weight", model.blocks[0].mlp.up_proj.weight),
-        "cannot shard blocks.0.mlp.up_proj.weight, which"),
+        "cannot shard blocks.0.mlp.up_proj.weight: do not share"),
     "norm of a block": (lambda model: setattr(
         model.final_norm, "weight", model.blocks[0].mlp_norm.weight), "cannot shard"),
     "one mlp": (lambda model: setattr(model.blocks[1], "mlp", model.blocks[0].mlp),
