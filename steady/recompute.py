@@ -28,38 +28,31 @@ ATTENTION = [
 def repeated_blocks(model: nn.Module) -> list[nn.Module]:
     """The model's repeated layers: the items of its nn.ModuleLists and nn.Sequentials, at any
     depth, but not inside each other. If an item is itself a list or dict, which has no forward
-    pass, its items count. Single layers of torch's in an nn.Sequential, which may be the head,
-    count only if there is nothing else."""
-    for single in (False, True):
-        found = list(dict.fromkeys(listed(model, single)))
-        inside = {m for block in found for m in block.modules() if m is not block}
-        if blocks := [block for block in found if block not in inside]:
-            return blocks
-    return []
+    pass, its items count. Single layers of torch's in an nn.Sequential, which may be the head, do
+    not count."""
+    found = list(dict.fromkeys(listed(model)))
+    inside = {m for block in found for m in block.modules() if m is not block}
+    return [block for block in found if block not in inside]
 
 
-def listed(module: nn.Module, single: bool) -> Iterator[nn.Module]:
-    """The items of the lists in `module`. single: also single layers of torch's in an
-    nn.Sequential that is not inside another module."""
+def listed(module: nn.Module) -> Iterator[nn.Module]:
+    """The items of the lists in `module`."""
     for child in module.children():
-        if isinstance(child, ParametrizationList):
-            continue
-        if isinstance(child, nn.ModuleList):
+        if isinstance(child, nn.ModuleList) and not isinstance(child, ParametrizationList):
             yield from entries(child)
         elif isinstance(child, nn.Sequential):
-            for item in (entry for each in child for entry in entries(each)):
-                is_single = not [*item.children()] and type(item).__module__.startswith("torch.nn.")
-                if single or not is_single:
-                    yield item
+            single = {m for m in entries(child) if type(m).__module__.startswith("torch.nn.")
+                      and not [*m.children()]}  # fmt: skip
+            yield from (item for item in entries(child) if item not in single)
         else:
-            yield from listed(child, single and isinstance(child, nn.ModuleDict))
+            yield from listed(child)
 
 
-def entries(module: nn.Module) -> list[nn.Module]:
-    """`module` itself, or the modules in it if it is a list or dict."""
-    if not isinstance(module, nn.ModuleList | nn.ModuleDict):
-        return [module]
-    return [entry for each in module.children() for entry in entries(each)]
+def entries(module: nn.Module) -> Iterator[nn.Module]:
+    """The modules in a list or dict; for those that are lists or dicts too, the modules in them."""
+    for child in module.children():
+        is_list = isinstance(child, nn.ModuleList | nn.ModuleDict)
+        yield from entries(child) if is_list else (child,)
 
 
 def use_activation_checkpointing(model: nn.Module, kind: str) -> None:
