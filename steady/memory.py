@@ -28,6 +28,8 @@ OUT_OF_MEMORY = "out of memory"
 # the messages of GPUs, their libraries, and CPUs
 OUT_OF_MEMORY_WORDS = "out of memory|ALLOC_FAILED|can't allocate memory|not enough memory|bad_alloc"
 
+SMALLER = "use --activation_checkpointing=block (if it is not on), or a smaller block_size"
+
 
 class Fit(NamedTuple):
     """A micro-batch that fits, the model that ran it, and a report for the user."""
@@ -72,21 +74,11 @@ def require_room(config: dict[str, Any], process: Process) -> None:
     needed = rough_gib(config, 1, process)
     available_gib = hardware.available_memory_gib(process.device)
     if needed > 1.5 * available_gib:
-        owner = process.device if process.world_size == 1 else "each process"
-        remedy = f"{checkpointing(config)}a smaller model or block_size"
-        if rough_gib(config, 0, process) > available_gib:  # even without activations
-            remedy = "a smaller model"
         raise UserError(
             f"a model of n_layer={config['n_layer']}, n_embd={config['n_embd']}, "
             f"vocab_size={config['vocab_size']} takes about {needed:,.1f} GiB to train with one "
-            f"sequence, but {owner} has {available_gib:.1f} GiB: use {remedy}"
+            f"sequence, but {process.device} has {available_gib:.1f} GiB: {SMALLER} or model"
         )
-
-
-def checkpointing(config: dict[str, Any]) -> str:
-    """Advice to use activation checkpointing of whole blocks, unless it is in use."""
-    kind = config.get("activation_checkpointing")
-    return "" if kind == "block" else "--activation_checkpointing=block, or "
 
 
 def fit(
@@ -151,8 +143,7 @@ def fit(
             sizes, reason = sizes[1:], "out of memory"
     else:
         raise UserError(
-            f"{reason}: use {checkpointing(config)}a smaller batch_size (with more "
-            "gradient_accumulation_steps), block_size or model"
+            f"{reason}: {SMALLER}, batch_size (with more gradient_accumulation_steps) or model"
         )
     size = sizes[0]
     if size != config["batch_size"]:
