@@ -88,15 +88,11 @@ def launch_id() -> str:
     return first_in_launch("launch", secrets.token_hex(16))
 
 
-def has_store() -> bool:
-    """Whether torchrun keeps its store across restarts: it does, except with etcd."""
-    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-
-
 def first_in_launch(key: str, value: Any) -> Any:
     """The first `value` that a process of this launch stored under `key` for this command, even
-    before a restart: torchrun's agent keeps the store. Without a store, `value` itself."""
-    if not has_store():
+    before a restart: torchrun's agent keeps the store (except with etcd). Without a store, `value`
+    itself."""
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return value
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     try:
@@ -207,8 +203,7 @@ def join(process: Process, backend: str) -> None:
         backend = "cpu:gloo,cuda:nccl" if process.device.type == "cuda" else "gloo"
     try:
         store, _, _ = next(rendezvous("env://"))
-        if has_store():
-            store = dist.PrefixStore(rendezvous_prefix(store, process), store)
+        store = dist.PrefixStore(rendezvous_prefix(store, process), store)
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
     except (ValueError, RuntimeError) as error:
         reason = f"at MASTER_ADDR:MASTER_PORT: {str(error).splitlines()[0]}"
@@ -226,8 +221,8 @@ def join(process: Process, backend: str) -> None:
 
 
 def rendezvous_prefix(store: dist.Store, process: Process) -> str:
-    """A key prefix for these processes in torchrun's store. The store survives restarts, so without
-    a prefix they would connect to the addresses of dead processes. (torchrun's restart count cannot
+    """A key prefix for these processes in the store. torchrun's survives restarts, so without a
+    prefix they would connect to the addresses of dead processes. (torchrun's restart count cannot
     be the prefix: every machine keeps its own count.)
 
     Rank 0 publishes a token. The other ranks sign it with a random number until rank 0 returns
