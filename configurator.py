@@ -52,13 +52,13 @@ RANGES = (
     # upper limits: beyond them something overflows, or takes longer than anybody waits
     ("at least 1 and at most 2147483647", lambda value: 1 <= value < 2**31, (
         "block_size", "eval_iters", "max_new_tokens", "steps", "warmup_steps", "eval_windows",
+        "log_interval",
     )),
     ("at least 1 and at most 1000000", lambda value: 1 <= value <= 10**6, (
         "batch_size", "gradient_accumulation_steps", "num_samples", "processes", "num_proc",
         "micro_batch", "gpus",
     )),
     ("at least 0 and at most 4294967296", lambda value: 0 <= value <= 2**32, ("vocab_size",)),
-    ("at least 1 and below 2**63", lambda value: 1 <= value < 2**63, ("log_interval",)),
     ("at least 0 and below 2**63", lambda value: 0 <= value < 2**63, (
         "eval_interval", "sample_interval", "max_iters", "warmup_iters", "lr_decay_iters", "top_k",
         "max_tokens",
@@ -200,12 +200,8 @@ def dataset_name(folder: Path) -> str:
 
 def configs_for(dataset: str) -> list[Path]:
     """The files in config/ that set this `dataset`."""
-    found, line = [], f'\ndataset = "{dataset}"\n'
-    for path in sorted(CONFIGS.glob("[!.]*.py")):
-        with contextlib.suppress(OSError):
-            if line in path.read_text(encoding="utf-8", errors="replace"):
-                found.append(path)
-    return found
+    line, paths = f'\ndataset = "{dataset}"\n', sorted(CONFIGS.glob("[!.]*.py"))
+    return [p for p in paths if line in p.read_text(encoding="utf-8", errors="replace")]
 
 
 def flags_given() -> set[str]:
@@ -362,11 +358,9 @@ def check_values(values: dict[str, Any], more_choices: dict[str, tuple] | None =
     for name, choices in (CHOICES | (more_choices or {})).items():
         if values.get(name, choices[0]) not in choices:
             raise UserError(f"unknown {name}={shown(values[name])}: use {', '.join(choices)}")
-    for name in ("out_dir", "dataset"):
+    for name in ("out_dir", "dataset", "init_from"):
         if values.get(name) == "":
             raise UserError(f"{name} is empty: leave it out, or name a folder (. is this one)")
-    if values.get("init_from") == "":
-        raise UserError("init_from is empty: use scratch, resume, a model folder or a hub ID")
     begin = values.get("init_from", "scratch")  # or any model folder or hub ID
     likely = difflib.get_close_matches(begin.lower(), ("scratch", "resume"), n=1)
     if likely and begin not in likely and not os.path.exists(begin):
@@ -375,12 +369,11 @@ def check_values(values: dict[str, Any], more_choices: dict[str, tuple] | None =
         for name in names:
             if name in values and not holds(value := values[name]):
                 raise UserError(f"{name}={shown(value)} must be {words}")
-    if values.get("min_lr", 0.0) > values.get("learning_rate", math.inf) and values.get(
-        "decay_lr", True
-    ):
+    lowest, peak = values.get("min_lr", 0.0), values.get("learning_rate", math.inf)
+    if lowest > peak and values.get("decay_lr", True):
         raise UserError(
-            f"min_lr={values['min_lr']} must be at most learning_rate={values['learning_rate']}: "
-            "use --min_lr=0.0, or a tenth of the rate"
+            f"min_lr={lowest} must be at most learning_rate={peak}: use --min_lr=0.0, or a tenth "
+            "of the rate"
         )
     trains_on_halves = values.get("short_sequences") and not values.get("eval_only")
     if trains_on_halves and values.get("block_size", 0) % 2:

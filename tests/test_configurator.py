@@ -263,7 +263,7 @@ def test_folders_may_begin_with_the_home_folder(tmp_path, monkeypatch):
     assert configure(namespace)["out_dir"] == namespace["out_dir"] == "/home/someone/runs/1"
     with pytest.raises(ValueError, match="out_dir is empty"):
         check_values({"out_dir": ""})
-    with pytest.raises(ValueError, match="init_from is empty: use scratch, resume"):
+    with pytest.raises(ValueError, match="init_from is empty: leave it out"):
         check_values({"init_from": ""})
 
 
