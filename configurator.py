@@ -155,7 +155,9 @@ def configure(
             stream.reconfigure(errors="replace", line_buffering=True)
     sys.argv[1:] = [argument.rstrip("\r") for argument in sys.argv[1:]]  # from a Windows file
     if "__file__" not in namespace:  # exec(open("train.py").read()), e.g. in a notebook
-        namespace["__file__"] = script_of(namespace)
+        found = {str(script): read_settings(script) for script in HERE.glob("*.py")}
+        fitting = [script for script in found if found[script].keys() <= namespace.keys()]
+        namespace["__file__"] = max(fitting, key=lambda script: len(found[script]))
         if "ipykernel" in sys.modules:
             sys.argv = [namespace["__file__"]]
     settings = read_settings(HERE / base) if base else {}
@@ -182,13 +184,6 @@ def configure(
     check_values(config, choices)
     namespace.update(config)
     return config
-
-
-def script_of(namespace: dict[str, Any]) -> str:
-    """Find the script whose settings are all in `namespace`."""
-    found = {script: read_settings(script) for script in HERE.glob("*.py")}
-    fitting = [script for script in found if found[script].keys() <= namespace.keys()]
-    return str(max(fitting, key=lambda script: len(found[script])))
 
 
 def dataset_name(folder: Path) -> str:
