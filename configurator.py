@@ -274,28 +274,25 @@ def run_config_file(
     if not os.path.lexists(path):
         raise UserError(f"there is no config file {path!r} (a setting is written --key=value)")
     require_file(Path(path))
+    source = Path(path).read_bytes()
     namespace = {name: setting.default for name, setting in ignored.items()}
     namespace |= config | {"__file__": path}
     folder = os.path.dirname(os.path.abspath(path))
     sys.path.insert(0, folder)  # for `from base import *`
     before = set(sys.modules)
     try:
-        source = Path(path).read_text(encoding="utf-8-sig")  # Windows may add a byte order mark
         exec(compile(source, path, "exec"), namespace)
     except (Exception, SystemExit) as error:  # exiting is an error too
-        reason = f"{type(error).__name__}: {error}"
         frames = traceback.extract_tb(error.__traceback__)
-        frames = [f for f in frames if f.filename != __file__ and f.filename[0] != "<"]
-        own = [f for f in frames if os.path.dirname(os.path.abspath(f.filename)) == folder]
-        if own and not isinstance(error, SyntaxError):  # it has a line number
-            reason += f" ({os.path.basename(own[-1].filename)}, line {own[-1].lineno})"
+        lines = [f" (line {frame.lineno})" for frame in frames if frame.filename == path]
+        reason = f"{type(error).__name__}: {error}{''.join(lines[-1:])}"
         raise UserError(f"config file {path} failed: {reason}") from None
     finally:
         sys.path.remove(folder)
         for name in set(sys.modules) - before:  # the next config may have another base
             if os.path.dirname(getattr(sys.modules[name], "__file__", None) or "") == folder:
                 del sys.modules[name]
-    parsed, imported = ast.parse(source), set()  # imported: such as pi, from math
+    parsed, imported = ast.parse(source), set(vars(math))  # such as pi, even from a star import
     assigned = {ast.unparse(t) for node in ast.walk(parsed) for t in getattr(node, "targets", ())}
     for node in parsed.body:
         bare = isinstance(node, ast.AnnAssign) and not node.value  # n_layer: 6
@@ -305,9 +302,6 @@ def run_config_file(
     for node in ast.walk(parsed):
         if isinstance(node, ast.ImportFrom):
             imported |= {alias.asname or alias.name for alias in node.names}
-            of_python = str(node.module).partition(".")[0] in sys.stdlib_module_names
-            if node.names[0].name == "*" and of_python and node.module in sys.modules:
-                imported |= vars(sys.modules[node.module]).keys()
     for key, value in namespace.items():
         if key in settings:
             config[key] = check(settings[key], value, f"{path}: {key}")
