@@ -269,8 +269,6 @@ def run_config_file(
     ignored: dict[str, Setting],
 ) -> None:
     """Run a Python config file and copy its settings, except for `ignored` ones, to `config`."""
-    if not path:
-        raise UserError("an argument is empty: is a shell variable not set?")
     if not os.path.lexists(path):
         raise UserError(f"there is no config file {path!r} (a setting is written --key=value)")
     require_file(Path(path))
@@ -293,10 +291,8 @@ def run_config_file(
             if os.path.dirname(getattr(sys.modules[name], "__file__", None) or "") == folder:
                 del sys.modules[name]
     parsed, imported = ast.parse(source), set(vars(math))  # such as pi, even from a star import
-    assigned = {ast.unparse(t) for node in ast.walk(parsed) for t in getattr(node, "targets", ())}
     for node in parsed.body:
-        bare = isinstance(node, ast.AnnAssign) and not node.value  # n_layer: 6
-        if bare and ast.unparse(node.target) not in assigned:
+        if isinstance(node, ast.AnnAssign) and not node.value:  # n_layer: 6
             line = shown(ast.unparse(node))
             raise UserError(f"{path}, line {node.lineno}: {line} sets nothing: write name = value")
     for node in ast.walk(parsed):

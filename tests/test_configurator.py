@@ -219,7 +219,6 @@ def test_a_line_of_a_config_file_that_sets_nothing_is_named(settings, tmp_path):
     with pytest.raises(ValueError, match="c.py, line 2: 'steps: 3' sets nothing: write name = va"):
         resolve(settings, [str(tmp_path / "c.py")])
     for fine in (
-        "steps: int\nsteps = 3\n",
         "from typing import NamedTuple\nclass Shape(NamedTuple):\n    layers: int\n",
         "def _half(n):\n    result: int\n    return n // 2\n",
     ):
