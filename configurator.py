@@ -15,7 +15,6 @@ Any other name must be a setting. The comment after an assignment is its `--help
 """
 
 import ast
-import contextlib
 import difflib
 import math
 import numbers
@@ -252,11 +251,11 @@ def resolve(
         key, equals, text = argument.lstrip("-").partition("=")  # only the first "=" separates
         if key not in settings:
             hint = chosen(text) or nearest(key, settings)
-            raise UserError(f"unknown setting {shown(argument)}{hint}")
+            raise UserError(f"unknown setting {argument!r}{hint}")
         kind = type(settings[key].default)
         if not argument.startswith("--") or not equals and kind is not bool:
             example = text or settings[key].default
-            raise UserError(f"{shown(argument)} is not --key=value: write --{key}={example}")
+            raise UserError(f"{argument!r} is not --key=value: write --{key}={example}")
         value = parse(text if equals else "True", kind)  # a bare --flag is True
         config[key] = check(settings[key], value, f"--{key}")
     return config
@@ -293,8 +292,10 @@ def run_config_file(
     parsed, imported = ast.parse(source), set(vars(math))  # such as pi, even from a star import
     for node in parsed.body:
         if isinstance(node, ast.AnnAssign) and not node.value:  # n_layer: 6
-            line = shown(ast.unparse(node))
-            raise UserError(f"{path}, line {node.lineno}: {line} sets nothing: write name = value")
+            line = ast.unparse(node)
+            raise UserError(
+                f"{path}, line {node.lineno}: {line!r} sets nothing: write name = value"
+            )
     for node in ast.walk(parsed):
         if isinstance(node, ast.ImportFrom):
             imported |= {alias.asname or alias.name for alias in node.names}
@@ -331,29 +332,26 @@ def check(setting: Setting, value: Any, where: str) -> Any:
     if type(value) is kind or setting.default is None:
         return value
     if isinstance(value, NUMBERS.get(kind, ())) and not isinstance(value, bool):
-        with contextlib.suppress(OverflowError):  # an integer that is too large for a float
-            return kind(value)
-    raise UserError(
-        f"{where} takes a value of type {kind.__name__}, not {shown(value)}{chosen(value)}"
-    )
+        return kind(value)
+    raise UserError(f"{where} takes a value of type {kind.__name__}, not {value!r}{chosen(value)}")
 
 
 def check_values(values: dict[str, Any], more_choices: dict[str, tuple] | None = None) -> None:
     """Raise UserError for a setting that is out of range or not one of its choices."""
     for name, choices in (CHOICES | (more_choices or {})).items():
         if values.get(name, choices[0]) not in choices:
-            raise UserError(f"unknown {name}={shown(values[name])}: use {', '.join(choices)}")
+            raise UserError(f"unknown {name}={values[name]!r}: use {', '.join(choices)}")
     for name in ("out_dir", "dataset", "init_from"):
         if values.get(name) == "":
             raise UserError(f"{name} is empty: leave it out, or name a folder (. is this one)")
     begin = values.get("init_from", "scratch")  # or any model folder or hub ID
     likely = difflib.get_close_matches(begin.lower(), ("scratch", "resume"), n=1)
     if likely and begin not in likely and not os.path.exists(begin):
-        raise UserError(f"unknown init_from={shown(begin)}, did you mean --init_from={likely[0]}?")
+        raise UserError(f"unknown init_from={begin!r}, did you mean --init_from={likely[0]}?")
     for words, holds, names in RANGES:
         for name in names:
             if name in values and not holds(value := values[name]):
-                raise UserError(f"{name}={shown(value)} must be {words}")
+                raise UserError(f"{name}={value!r} must be {words}")
     lowest, peak = values.get("min_lr", 0.0), values.get("learning_rate", math.inf)
     if lowest > peak and values.get("decay_lr", True):
         raise UserError(
@@ -363,15 +361,6 @@ def check_values(values: dict[str, Any], more_choices: dict[str, tuple] | None =
     trains_on_halves = values.get("short_sequences") and not values.get("eval_only")
     if trains_on_halves and values.get("block_size", 0) % 2:
         raise UserError(f"short_sequences needs an even block_size, not {values['block_size']}")
-
-
-def shown(value: Any) -> str:
-    """Format a value for error messages: on one line, shortened if long."""
-    try:
-        text = repr(value)
-    except Exception:  # an integer with thousands of digits, or a broken __repr__
-        return f"<unprintable {type(value).__name__}>"
-    return text if len(text) <= 120 else f"{text[:100]}... ({len(text)} characters)"
 
 
 def chosen(value: Any) -> str:

@@ -169,7 +169,6 @@ def test_config_file_may_import_and_compute_with_private_names(settings, tmp_pat
         ("steps = ", "SyntaxError"),
         ("steps = 1 / 0", "ZeroDivisionError"),
         ("import sys; sys.exit(0)", r"c\.py failed: SystemExit: 0 \(line 1\)"),
-        ("steps = 10**5000; rate = 10**5000", r"c\.py: rate takes .* not <unprintable int>"),
     ],
 )
 def test_broken_config_file_is_one_line(settings, tmp_path, content, expected):
@@ -198,7 +197,6 @@ def test_f39_config_file_with_a_byte_order_mark_or_in_another_encoding(settings,
         (["--fast", "False"], "there is no config file 'False' .*a setting is written --key=value"),
         (["--mode=reduce-overhead"], "did you mean --compile_mode=reduce-overhead"),
         (["--fast=reduce-overhead"], "did you mean --compile_mode=reduce-overhead"),
-        (["--steps=" + "9" * 5000], r"--steps takes .*9\.\.\. \(5002 characters\)$"),
         (["--steps=1\n2"], r"not '1\\n2'$"),
     ],
 )
