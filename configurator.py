@@ -250,8 +250,7 @@ def resolve(
             continue
         key, equals, text = argument.lstrip("-").partition("=")  # only the first "=" separates
         if key not in settings:
-            hint = chosen(text) or nearest(key, settings)
-            raise UserError(f"unknown setting {argument!r}{hint}")
+            raise UserError(f"unknown setting {argument!r}{nearest(key, settings)}")
         kind = type(settings[key].default)
         if not argument.startswith("--") or not equals and kind is not bool:
             example = text or settings[key].default
@@ -333,7 +332,7 @@ def check(setting: Setting, value: Any, where: str) -> Any:
         return value
     if isinstance(value, NUMBERS.get(kind, ())) and not isinstance(value, bool):
         return kind(value)
-    raise UserError(f"{where} takes a value of type {kind.__name__}, not {value!r}{chosen(value)}")
+    raise UserError(f"{where} takes a value of type {kind.__name__}, not {value!r}")
 
 
 def check_values(values: dict[str, Any], more_choices: dict[str, tuple] | None = None) -> None:
@@ -361,12 +360,6 @@ def check_values(values: dict[str, Any], more_choices: dict[str, tuple] | None =
     trains_on_halves = values.get("short_sequences") and not values.get("eval_only")
     if trains_on_halves and values.get("block_size", 0) % 2:
         raise UserError(f"short_sequences needs an even block_size, not {values['block_size']}")
-
-
-def chosen(value: Any) -> str:
-    """`, did you mean --name=value?` if `value` is a choice of exactly one setting."""
-    names = [n for n, choices in CHOICES.items() if isinstance(value, str) and value in choices]
-    return f", did you mean --{names[0]}={value}?" if len(names) == 1 else ""
 
 
 # hints for nanoGPT's settings

@@ -195,8 +195,6 @@ def test_f39_config_file_with_a_byte_order_mark_or_in_another_encoding(settings,
         (["-steps=8"], "write --steps=8"),
         (["\u2013\u2013steps=8"], "a setting is written --key=value"),  # an editor's dashes
         (["--fast", "False"], "there is no config file 'False' .*a setting is written --key=value"),
-        (["--mode=reduce-overhead"], "did you mean --compile_mode=reduce-overhead"),
-        (["--fast=reduce-overhead"], "did you mean --compile_mode=reduce-overhead"),
         (["--steps=1\n2"], r"not '1\\n2'$"),
     ],
 )
