@@ -168,13 +168,6 @@ def configure(
         about = (namespace.get("__doc__") or "").partition("\n\n")[0]
         print(describe(settings, sys.argv[0], positional, about))
         raise SystemExit(0)
-    for flag in flags_given():
-        name = flag.removeprefix("--")
-        if name != flag and name not in settings and isinstance(namespace.get(name), PLAIN):
-            raise UserError(
-                f"{flag} is no setting: give it a plain value as its default and a lower-case "
-                "name, on a line that is not indented"
-            )
     ignores = read_settings(HERE / ignored) if ignored else {}
     config = resolve(settings, sys.argv[1:], ignores, config_files=bool(positional))
     for name in PATHS:  # shells do not expand --key=~/FOLDER
@@ -375,7 +368,9 @@ def nearest(key: str, settings: dict[str, Setting]) -> str:
     if key in ELSEWHERE:
         return f": {ELSEWHERE[key]}"
     close = difflib.get_close_matches(key.replace("-", "_"), settings, n=1)
-    return f", did you mean {close[0]!r}?" if close else "; --help lists them all"
+    if close:
+        return f", did you mean {close[0]!r}?"
+    return "; --help lists all (lower-case names with plain values, on lines that are not indented)"
 
 
 def describe(settings: dict[str, Setting], script: str, positional: str, about: str = "") -> str:
