@@ -336,10 +336,6 @@ def check_values(values: dict[str, Any], more_choices: dict[str, tuple] | None =
     for name in ("out_dir", "dataset", "init_from"):
         if values.get(name) == "":
             raise UserError(f"{name} is empty: leave it out, or name a folder (. is this one)")
-    begin = values.get("init_from", "scratch")  # or any model folder or hub ID
-    likely = difflib.get_close_matches(begin.lower(), ("scratch", "resume"), n=1)
-    if likely and begin not in likely and not os.path.exists(begin):
-        raise UserError(f"unknown init_from={begin!r}, did you mean --init_from={likely[0]}?")
     for words, holds, names in RANGES:
         for name in names:
             if name in values and not holds(value := values[name]):
