@@ -8,7 +8,7 @@ import statistics
 import sys
 import textwrap
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from itertools import accumulate
 from pathlib import Path
@@ -58,31 +58,15 @@ class RunLog:
                     total=config["max_iters"], initial=start_iter, unit="it", dynamic_ncols=True
                 )
         if config.get("wandb_log"):
-            self.wandb = self.start_wandb(out_dir, config)
+            self.wandb = self.try_wandb("did not start", start_wandb, out_dir, config)
 
-    def start_wandb(self, out_dir: Path, config: dict[str, Any]) -> Any:
-        """Start the wandb run, or continue it on resume. None if wandb fails; training goes on."""
-        id_file = out_dir / "wandb_id"
-        resumed = config["init_from"] == "resume" and id_file.exists()
+    def try_wandb(self, failed: str, function: Callable, *inputs: Any, **named: Any) -> Any:
+        """Call a function of wandb's. If it fails, print a warning and do without wandb."""
         try:
-            import wandb
-
-            if (out_dir / "wandb").is_symlink():
-                raise UserError(f"{out_dir / 'wandb'} is a symbolic link (not followed)")
-            run = wandb.init(
-                project=config.get("wandb_project"),
-                name=config.get("wandb_run_name"),
-                config=config,
-                dir=out_dir,
-                id=id_file.read_text(encoding="utf-8") if resumed else None,
-                resume="allow",
-            )
-            with atomic_write(id_file) as file:
-                file.write(run.id.encode())
-            return run
+            return function(*inputs, **named)
         except Exception as error:
-            self.line(f"warning: no wandb for this run ({type(error).__name__}: {error})")
-            return None
+            self.line(f"warning: wandb {failed} ({type(error).__name__}: {error})")
+            self.wandb = None
 
     def line(self, text: str) -> None:
         """Print a line, above the progress bar where there is one."""
@@ -192,11 +176,7 @@ class RunLog:
                     self.line(f"warning: {self.path} is incomplete: {error}")
                 self.lost = True
         if self.wandb is not None:
-            try:
-                self.wandb.log(entry, step=entry.get("iter"))
-            except Exception as error:
-                self.line(f"warning: wandb stopped logging ({type(error).__name__}: {error})")
-                self.wandb = None
+            self.try_wandb("stopped logging", self.wandb.log, entry, step=entry.get("iter"))
 
     def progress(self, iter_num: int) -> None:
         if self.bar is not None:
@@ -221,10 +201,28 @@ class RunLog:
         if self.bar is not None:
             self.bar.close()
         if self.wandb is not None:
-            try:
-                self.wandb.finish()
-            except Exception as error:
-                self.line(f"warning: wandb failed to finish ({type(error).__name__}: {error})")
+            self.try_wandb("failed to finish", self.wandb.finish)
+
+
+def start_wandb(out_dir: Path, config: dict[str, Any]) -> Any:
+    """Start the wandb run, or continue it on resume."""
+    import wandb
+
+    id_file = out_dir / "wandb_id"
+    resumed = config["init_from"] == "resume" and id_file.exists()
+    if (out_dir / "wandb").is_symlink():
+        raise UserError(f"{out_dir / 'wandb'} is a symbolic link (not followed)")
+    run = wandb.init(
+        project=config.get("wandb_project"),
+        name=config.get("wandb_run_name"),
+        config=config,
+        dir=out_dir,
+        id=id_file.read_text(encoding="utf-8") if resumed else None,
+        resume="allow",
+    )
+    with atomic_write(id_file) as file:
+        file.write(run.id.encode())
+    return run
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
