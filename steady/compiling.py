@@ -92,12 +92,6 @@ def plan(compile: bool, mode: str, device: torch.device) -> Plan:
     return Plan(obstacle, mode, cuda_graphs)
 
 
-def graphs_report() -> str:
-    """One line: how many CUDA graphs torch has skipped; it prints the reasons itself."""
-    skipped = torch._dynamo.utils.counters["inductor"]["cudagraph_skips"]
-    return f"CUDA graphs: {skipped or 'none'} skipped"
-
-
 def compile_model(
     model: nn.Module, plan: Plan, sharded: bool = False, checkpointing: str = "none"
 ) -> nn.Module:

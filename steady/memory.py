@@ -151,8 +151,9 @@ def fit(
             f"{reason}: going on with {flags(size)}, the same global batch; pass these flags to "
             "start with this split next time"
         )
-    if plan.cuda_graphs:
-        lines.append(compiling.graphs_report())
+    if plan.cuda_graphs:  # torch itself prints the reasons
+        skipped = torch._dynamo.utils.counters["inductor"]["cudagraph_skips"]
+        lines.append(f"CUDA graphs: {skipped or 'none'} skipped")
     # devices other than GPUs do not report their peak
     peak = hardware.peak_memory_gib(process.device) or rough_gib(config, size, process)
     if on_gpu:
