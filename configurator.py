@@ -191,33 +191,10 @@ def configs_for(dataset: str) -> list[Path]:
     return [p for p in paths if line in p.read_text(encoding="utf-8", errors="replace")]
 
 
-def flags_given() -> set[str]:
-    """The settings on the command line, each as `--key`."""
-    return {argument.partition("=")[0] for argument in sys.argv[1:]}
-
-
-def batch_note(settings: dict[str, Setting], asked: dict[str, Any]) -> str | None:
-    """A note if `--batch_size` alone changes the global batch size, else None. It names the
-    accumulation steps that keep it. `asked` are the settings after the command line."""
-    rest = [argument for argument in sys.argv[1:] if not argument.startswith("--batch_size=")]
-    size, before = asked["batch_size"], resolve(settings, rest)["batch_size"]
-    steps = asked["gradient_accumulation_steps"]
-    if size == before or "--gradient_accumulation_steps" in flags_given():
-        return None
-    note = (
-        f"note: --batch_size={size} alone makes an iteration {size * steps} sequences instead of "
-        f"{before * steps}"
-    )
-    kept = max(1, round(before * steps / size))
-    if kept != steps:
-        note += f"; --gradient_accumulation_steps={kept} makes it {kept * size}"
-    return note
-
-
 def architecture_note(asked: dict[str, Any], config: dict[str, Any]) -> str | None:
     """A note about flags that ask for another architecture than that of the loaded weights; None if
     there are none. `asked` are the settings after the command line, `config` the run's."""
-    given = flags_given()
+    given = {argument.partition("=")[0] for argument in sys.argv[1:]}
     ignored = [
         f"--{name}={value} (it is {config[name]})"
         for name, value in asked.items()

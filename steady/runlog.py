@@ -14,7 +14,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from configurator import architecture_note, batch_note, read_settings, resolve
+from configurator import architecture_note, read_settings, resolve
 from steady import UserError, hardware, output
 from steady.distributed import SINGLE_PROCESS, Process
 from steady.folder import atomic_write, hold_lock, require_file
@@ -86,10 +86,8 @@ class RunLog:
                 shown.append(f"{name}={config[name]}")
         text = "settings " + (", ".join(shown) or "all at their defaults")
         self.line(textwrap.fill(text, 100, subsequent_indent="  ", break_on_hyphens=False))
-        notes = batch_note(settings, asked), architecture_note(asked, config), schedule_note(config)
-        for note in notes:
-            if note:
-                self.line(note)
+        for note in filter(None, (architecture_note(asked, config), schedule_note(config))):
+            self.line(note)
 
     def start_clock(
         self, iter_num: int, tokens_per_iter: int, flops_per_token: int, process: Process

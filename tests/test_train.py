@@ -22,7 +22,7 @@ import torch
 from conftest import ROOT, TINY, skip_until
 
 import model as model_file
-from configurator import architecture_note, batch_note, read_settings, resolve
+from configurator import architecture_note, read_settings, resolve
 from steady import checkpoint, compiling, dataloader, hardware, loss, memory, optim
 from steady.distributed import Process
 from steady.runlog import RunLog, read_metrics
@@ -1068,32 +1068,6 @@ def test_graphs_that_were_skipped_are_counted_and_their_reason_is_shown(monkeypa
     log_cudagraph_skip_and_bump_counter("skipping cudagraphs due to a CPU tensor (x)\nat ...")
     assert counters["cudagraph_skips"] == 1
     assert "skipping cudagraphs due to a CPU tensor (x)" in capsys.readouterr().err
-
-
-def test_a_batch_size_alone_is_said_to_change_the_global_batch(run, sums, tmp_path, monkeypatch):
-    config = tmp_path / "config.py"
-    config.write_text("batch_size = 3\ngradient_accumulation_steps = 4\n", encoding="utf-8")
-    tiny = [argument for argument in TINY if not argument.startswith(("--batch_size", "--gradi"))]
-    shown = run("train.py", config, *tiny, f"--dataset={sums}", f"--out_dir={tmp_path}",
-                "--batch_size=2", "--max_iters=0")  # fmt: skip
-    assert ("note: --batch_size=2 alone makes an iteration 8 sequences instead of 12; "
-            "--gradient_accumulation_steps=6 makes it 12\n") in shown  # fmt: skip
-    for arguments, end in (
-        (["--batch_size=5"], "20 sequences instead of 12; --gradient_accumulation_steps=2 makes "
-         "it 10"),
-        (["--batch_size=4"], "16 sequences instead of 12; --gradient_accumulation_steps=3 makes "
-         "it 12"),
-        (["--batch_size=3"], None),
-        (["--batch_size=2", "--gradient_accumulation_steps=4"], None),
-    ):  # fmt: skip
-        monkeypatch.setattr(sys, "argv", ["train.py", str(config), *arguments])
-        settings = read_settings(ROOT / "train.py")
-        note = batch_note(settings, resolve(settings, sys.argv[1:]))
-        assert note is None if end is None else note.endswith(end)
-    config.write_text("batch_size = 3\n", encoding="utf-8")
-    monkeypatch.setattr(sys, "argv", ["train.py", str(config), "--batch_size=200"])
-    asked = resolve(settings, sys.argv[1:]) | {"gradient_accumulation_steps": 1}
-    assert batch_note(settings, asked).endswith("200 sequences instead of 3")  # 1 is the best
 
 
 def test_flags_that_a_model_of_given_weights_does_not_follow_are_named(monkeypatch):
