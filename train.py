@@ -342,7 +342,6 @@ with saving:  # from here on a signal ends the run after its step; before, at on
             loss_now, norm_now, skipped_now = read_numbers()
             log.step(iter_num - 1, loss_now, lr, norm_now)
             saving.require_finite({"loss": loss_now}, iter_num - 1, skipped_now)
-        log.progress(iter_num)
 
 # -----------------------------------------------------------------------------
 # the end

@@ -135,6 +135,7 @@ class RunLog:
         if self.bar is not None:
             memory = f", {memory_gib:.1f} GiB" if memory_gib is not None else ""
             self.bar.set_postfix_str(f"loss {loss:.4f}{memory}", refresh=False)
+            self.bar.update(iter_num + 1 - self.bar.n)
         self.write(entry)
 
     def sample(self, iter_num: int, text: str) -> None:
@@ -175,10 +176,6 @@ class RunLog:
                 self.lost = True
         if self.wandb is not None:
             self.try_wandb("stopped logging", self.wandb.log, entry, step=entry.get("iter"))
-
-    def progress(self, iter_num: int) -> None:
-        if self.bar is not None:
-            self.bar.update(iter_num - self.bar.n)
 
     def summary(self, iter_num: int, tokens: int, best_val_loss: float, best_path: Path) -> str:
         """The results of a finished run, and the command that samples from it.

@@ -1039,7 +1039,6 @@ def test_the_bar_shows_loss_time_left_and_memory(monkeypatch, tmp_path):
     monkeypatch.setattr(hardware, "peak_memory_gib", lambda device: 11.66)
     log.start_clock(0, 64, 1000, Process())
     log.step(0, 2.5, 1e-3, 1.0)
-    log.progress(1)
     bar = str(log.bar)
     log.close()
     assert "loss 2.5000, 11.7 GiB" in bar and "1/10 [" in bar and "<" in bar
