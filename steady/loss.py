@@ -59,8 +59,7 @@ def linear_cross_entropy(
         second = torch.where(shares > 0, second, targets)
         rows = (x.reshape(len(hidden)) for x in (targets, second, shares))
         return _LinearCrossEntropy.apply(hidden, weight, dtype, chunk, *rows)
-    targets = targets.reshape(len(hidden))
-    weight = weight.to(dtype)
+    targets, weight = targets.reshape(len(hidden)), weight.to(dtype)
     parts = zip(hidden.to(dtype).split(chunk), targets.split(chunk), strict=True)
     total = sum(_losses(_log_softmax(F.linear(h, weight)), t).sum() for h, t in parts)
     return total / _count(targets)
@@ -121,14 +120,16 @@ def losses_and_gradient(
     return losses, gradient.masked_fill_(targets[:, None] < 0, 0.0).to(logits.dtype)
 
 
-@torch.library.custom_op("steady::add_product", mutates_args=("total",))
 def add_product(total: Tensor, a: Tensor, b: Tensor, beta: float) -> None:
-    """total = beta total + a @ b. On a GPU the matmul adds, so that no product is stored. (As an
-    operator of its own, because torch.compile would copy `total` first.)"""
+    """total = beta total + a @ b. On a GPU the matmul adds, so that no product is stored."""
     if total.is_cuda:
         torch.addmm(total, a, b, beta=beta, out_dtype=total.dtype, out=total)
     else:
         total.add_(a @ b) if beta else total.copy_(a @ b)
+
+
+if not hasattr(torch.ops.steady, "add_product"):  # an operator: else torch.compile copies `total`
+    torch.library.custom_op("steady::add_product", add_product, mutates_args=("total",))
 
 
 if triton is not None:
@@ -177,15 +178,14 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, dtype, chunk, targets, second, shares):
         cast_weight, total, grad_hidden = weight.to(dtype), 0.0, []
-        # a single chunk needs no float32 sum
-        sum_dtype = dtype if chunk >= len(hidden) else _accumulator(dtype)
-        grad_weight = torch.empty_like(weight, dtype=sum_dtype)
+        wide = chunk < len(hidden)  # a single chunk needs no float32 sum
+        grad_weight = torch.empty_like(weight, dtype=_accumulator(dtype) if wide else dtype)
         columns = (hidden.to(dtype), targets, second, shares)
         for h, *t in zip(*(column.split(chunk) for column in columns), strict=True):
             losses, grad = losses_and_gradient(F.linear(h, cast_weight), *t)
             total = total + losses.sum()
             grad_hidden.append(grad @ cast_weight)
-            add_product(grad_weight, grad.T, h, beta=float(len(grad_hidden) > 1))
+            torch.ops.steady.add_product(grad_weight, grad.T, h, float(len(grad_hidden) > 1))
             del grad  # or eager mode would hold two chunks at a time
         count = _count(targets)
         ctx.save_for_backward(torch.cat(grad_hidden), grad_weight, count)

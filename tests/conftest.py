@@ -225,4 +225,6 @@ def fresh_torch(monkeypatch):
     torch.set_float32_matmul_precision("highest")
     torch._functorch.config.activation_memory_budget = 1.0
     torch.backends.cuda.enable_flash_sdp(True)
+    if "torch._dynamo" in sys.modules:  # a test before may have fallen back to eager
+        torch.compiler.set_stance("default")
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)
