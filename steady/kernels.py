@@ -1,7 +1,5 @@
-"""Whether Triton kernels can run here.
-
-Triton compiles a launcher in C. Without a compiler plain torch takes more time and memory instead.
-"""
+"""Whether Triton kernels can run here; Triton compiles a launcher in C. If not, plain torch takes
+more time and memory instead."""
 
 import functools
 

@@ -2,8 +2,7 @@
 
 With batch 64 x 1024 and GPT-2's vocabulary, the logits and their gradient take 6.1 GiB each in
 bfloat16. So this works on one chunk of rows at a time, and computes the chunk's gradient in the
-forward pass while its logits are in memory: the same three matmuls, memory for one chunk. On a GPU,
-a Triton kernel between the matmuls replaces the logits by their gradient; else torch does.
+forward pass, while its logits are in memory. On a GPU, a Triton kernel overwrites them with it.
 
 N: rows (B * T). C: hidden size. V: vocabulary size.
 """
@@ -67,19 +66,23 @@ def linear_cross_entropy(
 
 class LinearCrossEntropy(nn.Module):
     """The mean of `cross_entropy(head(hidden), targets)` as a layer, so that it is compiled like
-    the model's other layers. Only a plain nn.Linear without bias saves the logits' memory."""
+    the model's other layers. Only a plain nn.Linear saves the memory of the logits."""
 
     share: Tensor | float = 0.0  # optim.set_second_target changes it
 
     def forward(self, hidden: Tensor, head: nn.Module, targets: Tensor) -> Tensor:
         hooks = "_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks"
         edited = "forward" in vars(head) or any(getattr(head, name) for name in hooks)
-        if type(head).forward is nn.Linear.forward and head.bias is None and not edited:
-            return linear_cross_entropy(hidden, head.weight, targets, share=self.share)
+        if type(head).forward is nn.Linear.forward and not edited:
+            weight = head.weight
+            if head.bias is not None:  # 8 more features, which are 1; each has an eighth of it
+                hidden = F.pad(hidden, (0, 8), value=1.0)
+                weight = torch.cat((weight, head.bias[:, None].expand(-1, 8) / 8), dim=1)
+            return linear_cross_entropy(hidden, weight, targets, share=self.share)
         if isinstance(self.share, Tensor):
-            raise UserError("second_target needs a plain nn.Linear as lm_head, without bias: use 0")
-        targets = targets.reshape(len(hidden))
-        return _losses(_log_softmax(head(hidden)), targets).sum() / _count(targets)
+            raise UserError("second_target needs a plain nn.Linear as lm_head: use 0 for another")
+        losses = _losses(_log_softmax(head(hidden)), targets.reshape(len(hidden)))
+        return losses.sum() / _count(targets)
 
 
 def _log_softmax(logits: Tensor) -> Tensor:
@@ -158,14 +161,14 @@ if triton is not None:
             total = total * tl.exp(largest - new_largest) + tl.sum(tl.exp(x - new_largest), axis=0)
             largest = new_largest
         log_sum = largest + tl.log(total)
-        loss = log_sum - x_target - share * (x_second - x_target)
-        tl.store(losses + row, tl.where(counts, loss, 0.0))
+        picked = x_target + share * (x_second - x_target)
+        tl.store(losses + row, tl.where(counts, log_sum - picked, 0.0))
         log_sum = tl.where(counts, log_sum, float("inf"))  # a gradient of 0 for ignored targets
         for start in range(0, vocab_size, BLOCK):
             columns = start + tl.arange(0, BLOCK)
             inside = columns < vocab_size
             x = tl.load(logits + columns, mask=inside, eviction_policy="evict_first").to(tl.float32)
-            x = tl.exp(x - log_sum).to(logits.dtype.element_ty)
+            x = tl.exp(x - log_sum)
             tl.store(logits + columns, x, mask=inside, eviction_policy="evict_first")
         tl.debug_barrier()  # these two come after the softmax
         share = tl.where(second == target, 0.0, share)
@@ -202,8 +205,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         # would make small float16 gradients underflow.
         grad_hidden, grad_weight, count = ctx.saved_tensors
         scale = grad_loss / count
-        hidden_dtype, weight_dtype = ctx.dtypes
         wide = _accumulator(grad_hidden.dtype)
-        grad_hidden = (grad_hidden.to(wide) * scale).to(hidden_dtype)
-        grad_weight = (grad_weight.to(wide) * scale).to(weight_dtype)
+        grad_hidden = (grad_hidden.to(wide) * scale).to(ctx.dtypes[0])
+        grad_weight = (grad_weight.to(wide) * scale).to(ctx.dtypes[1])
         return grad_hidden, grad_weight, None, None, None, None, None
