@@ -727,8 +727,9 @@ def print_changes(
     if other_windows:
         print("note: val.bin, or eval_iters x batch_size, has changed since the checkpoint: the "
               "best loss so far is discarded")  # fmt: skip
-    dtypes = (str(d).removeprefix("torch.") for d in (saved.get("dtype", dtype), dtype))
-    changes = {"dtype": tuple(dtypes), "seed": (before["seed"], config["seed"])}
+    dtypes = [d for d in (saved.get("dtype"), str(dtype)) if isinstance(d, str)]  # old ones: none
+    dtypes = [shown(d).removeprefix("torch.") for d in dtypes]
+    changes = {"dtype": (dtypes[0], dtypes[-1]), "seed": (before["seed"], config["seed"])}
     for name, (was, now) in changes.items():
         if was != now:
             print(f"note: {name} has changed from {was} to {now}: --{name}={was} keeps the old one")

@@ -133,6 +133,17 @@ def test_f86_state_of_another_kind_is_one_line(run, sums, tmp_path, key, value, 
         run("train.py", *arguments, "--init_from=resume")
 
 
+@pytest.mark.parametrize("dtype", ["torch.\x1b[31mred", nested()])
+def test_f84_a_dtype_in_a_checkpoint_is_printed_as_text_or_not_at_all(run, sums, tmp_path, dtype):
+    arguments = [*TINY, f"--dataset={sums}", f"--out_dir={tmp_path}", "--max_iters=1"]
+    run("train.py", *arguments)
+    saved = checkpoint.load(tmp_path / "ckpt.pt")
+    (tmp_path / "ckpt.pt").unlink()  # the old file is memory-mapped
+    torch.save(saved | {"dtype": dtype}, tmp_path / "ckpt.pt")
+    shown = run("train.py", *arguments, "--init_from=resume")
+    assert "\x1b" not in shown and ("changed from \\x1b[31mred to" in shown) == (type(dtype) is str)
+
+
 def test_f84_a_tokenizer_with_an_id_beyond_all_measure_is_refused(tmp_path):
     tokenizers = pytest.importorskip("tokenizers")
     made = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "b": 1}, unk_token="a"))
