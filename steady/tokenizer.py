@@ -238,6 +238,22 @@ class HFTokenizer:
         last = sum(start < end for start in starts) if after else len(starts)
         return encoding.ids[first:last]
 
+    def encode_prompt(self, text: str) -> list[int]:
+        """Like `encode`, but encodes special tokens in the text as tokens."""
+        end = self.end_of_text
+        name = "" if end is None else self.tokenizer.decode([end], skip_special_tokens=False)
+        if name and name in text and end not in self.added and not self.makes(end, name):
+            parts = [self.encode_prompt(part) for part in text.split(name)]
+            return parts[0] + [id for part in parts[1:] for id in (end, *part)]
+        return self.encoding_of(self.tokenizer, text).ids
+
+    def makes(self, id: int, text: str) -> bool:
+        """Whether `text` encodes to that id, among others."""
+        try:
+            return id in self.encode(text)
+        except UserError:  # a vocabulary without an unknown token
+            return False
+
     def encoding_of(self, tokenizer: Any, text: str) -> Any:
         try:
             # unlike encode, it releases Python's lock
@@ -331,7 +347,7 @@ def encode_prompt(tokenizer: Tokenizer, text: str) -> list[int]:
     """
     end, begin = tokenizer.end_of_text, tokenizer.begin_of_text
     if isinstance(tokenizer, HFTokenizer):
-        ids = tokenizer.encoding_of(tokenizer.tokenizer, text).ids
+        ids = tokenizer.encode_prompt(text)
     else:
         texts = text.split("<|endoftext|>") if end is not None else [text]
         parts = [tokenizer.encode(part) for part in texts]

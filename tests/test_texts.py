@@ -587,6 +587,13 @@ def test_f65_a_prompt_and_a_text_agree_on_an_end_that_is_ordinary_text(end):
         assert found.encode(text) == expected and encode_prompt(found, text) == expected
 
 
+def test_f65_a_prompt_knows_an_end_of_text_with_id_0():
+    words = tokenizers.models.WordLevel({"</s>": 0, "a": 1, "[UNK]": 2}, "[UNK]")
+    made = tokenizers.Tokenizer(words)
+    made.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    assert HFTokenizer(made.to_str(), end_of_text=0).encode_prompt("a</s>") == [1, 0]
+
+
 def test_f65_a_run_with_bytes_has_no_special_tokens(run, tmp_path):
     rows_file(tmp_path / "rows.jsonl", ["text"] * 200)
     text = f"--input={tmp_path / 'rows.jsonl'}", f"--out={tmp_path / 'data'}"

@@ -3,7 +3,7 @@ import time
 
 import numpy as np
 import pytest
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, models, pre_tokenizers
 
 from steady import UserError
 from steady.tokenizer import (
@@ -11,6 +11,7 @@ from steady.tokenizer import (
     CharTokenizer,
     GPT2Tokenizer,
     HFTokenizer,
+    encode_prompt,
     from_meta,
     hf_tokenizer_meta,
     load_tokenizer,
@@ -195,6 +196,14 @@ def test_an_export_names_an_end_of_text_that_only_config_json_has(tmp_path):
     write_hf_tokenizer(hf_tokenizer_meta(tmp_path), tmp_path, files)
     settings = json.loads((tmp_path / "tokenizer_config.json").read_text())
     assert settings["eos_token"] == "</s>"
+
+
+def test_prompts_need_not_spell_the_end_of_text():
+    made = Tokenizer(models.WordLevel({"A": 0, "C": 1, "</s>": 2}, unk_token="?"))
+    made.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    tokenizer = HFTokenizer(made.to_str(), end_of_text=2)
+    assert encode_prompt(tokenizer, "AC") == [0, 1]
+    assert encode_prompt(tokenizer, "AC</s>A") == [0, 1, 2, 0]
 
 
 @pytest.mark.parametrize(
