@@ -1,7 +1,4 @@
-"""Checks of what torch depends on: compilers, libcuda, the allocator.
-
-`python -m steady.environment` prints a report for bug reports.
-"""
+"""Checks of what torch depends on: compilers, libcuda, the allocator."""
 
 import atexit
 import contextlib
@@ -14,16 +11,9 @@ import sysconfig
 import tempfile
 from pathlib import Path
 
-from steady import start_script
-
-if __name__ == "__main__":
-    start_script()  # before importing torch, like a training run
-
 import torch
-from torch.utils import collect_env
 
-from steady.hardware import choose_device
-from steady.kernels import kernels_work, triton
+from steady.kernels import triton
 
 
 def compile_obstacle(device: torch.device) -> str | None:
@@ -102,22 +92,3 @@ def expandable_segments() -> bool:
     torch.empty(1, device="cuda")
     settings = torch.cuda.memory._snapshot().get("allocator_settings", {})
     return bool(settings.get("expandable_segments", False))
-
-
-def report() -> str:
-    """The findings of torch.utils.collect_env, and which of torch's features a run can use."""
-    device = choose_device()
-    lines = [collect_env.get_pretty_env_info().strip(), "", f"Device: {device.type}"]
-    if device.type == "cuda":
-        provide_libcuda()  # test kernels under the same conditions as a run
-        lines.append(f"Custom kernels: {'usable' if kernels_work() else 'not usable'}")
-        lines.append(f"Expandable segments: {'in use' if expandable_segments() else 'not in use'}")
-    lines.append(f"torch.compile: {compile_obstacle(device) or 'usable'}")
-    return "\n".join(lines)
-
-
-if __name__ == "__main__":
-    from configurator import configure
-
-    configure(globals(), positional="")
-    print(report())

@@ -63,8 +63,8 @@ def choose_device(name: str = "auto", local_rank: int | None = None) -> torch.de
     except (RuntimeError, AssertionError) as error:
         reason = str(error).splitlines()[0].split(". ")[0]
         raise UserError(
-            f"device {name!r} is not usable here: {reason}; run python -m steady.environment for "
-            "details, or use --device=auto"
+            f"device {name!r} is not usable here: {reason}; python -m torch.utils.collect_env "
+            "shows what torch finds; or use --device=auto"
         ) from None
     if device.type == "cuda" and device.index is not None:
         torch.cuda.set_device(device)  # the default for calls without a device

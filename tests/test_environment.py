@@ -167,24 +167,6 @@ def test_f06_allocator_variable_is_set_before_torch_unless_the_user_did(user, ex
     assert found.stdout.strip() == str(expected), found.stderr
 
 
-def test_report_runs_here_and_names_every_part():
-    shown = environment.report()
-    for part in ("PyTorch version:", "Python version:", "GCC version:", "Device:"):
-        assert part in shown
-    assert shown.splitlines()[-1].startswith("torch.compile: ")
-
-
-def test_f08_the_report_finds_libcuda_before_it_tries_kernels(monkeypatch):
-    called = []
-    monkeypatch.setattr(environment, "choose_device", lambda: torch.device("cuda"))
-    monkeypatch.setattr(environment, "provide_libcuda", lambda: called.append("libcuda"))
-    monkeypatch.setattr(environment, "kernels_work", lambda: bool(called.append("kernels")))
-    monkeypatch.setattr(environment, "expandable_segments", lambda: True)
-    monkeypatch.setattr(environment, "compile_obstacle", lambda device: None)
-    assert "Custom kernels: not usable" in environment.report()
-    assert called == ["libcuda", "kernels"]
-
-
 def test_f05_a_mode_that_cannot_help_here_is_said_at_the_start(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Small GPU")
     monkeypatch.setattr(compiling, "expandable_segments", lambda: False)
