@@ -39,7 +39,6 @@ from steady.distributed import SINGLE_PROCESS, Process
 from steady.folder import (
     CANNOT,
     FILES,
-    archives,
     hold_lock,
     replacement,
     require_file,
@@ -393,10 +392,7 @@ def read(path: Path) -> dict[str, Any]:
 
 def load(path: Path, kinds: dict[str, type] = WEIGHTS_ONLY) -> dict[str, Any]:
     """`read` a checkpoint. Raises UserError unless it has all keys of `kinds`, of these types."""
-    try:
-        content = OPTIONAL | read(path)
-    except UserError as error:
-        raise UserError(f"{error}{other_checkpoints(path)}") from None
+    content = OPTIONAL | read(path)
     for key, kind in kinds.items():
         value = content.get(key)
         bad = kind is int and type(value) is int and not 0 <= value < 2**62
@@ -431,14 +427,6 @@ def check_metadata(metadata: Any, source: str) -> None:
         raise UserError(
             f"{source} is not valid metadata of a pretrained model: {reprlib.repr(metadata)}"
         )
-
-
-def other_checkpoints(path: Path) -> str:
-    """The end of an error message about `path`: the other checkpoints of the run's folder."""
-    others = [path.with_name(name) for name in ("ckpt.pt", "before_decay.pt", "best.pt")]
-    others += [folder / "ckpt.pt" for folder in archives(path.parent).values()]
-    found = [str(other) for other in others if other != path and other.exists()]
-    return f"; other checkpoints are {', '.join(found)}" if found else ""
 
 
 def architecture(saved: dict[str, Any], kind: type[GPTConfig], path: Path) -> GPTConfig:
