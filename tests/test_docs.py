@@ -1,6 +1,7 @@
 """Check that the commands, links, figures and test names in README.md and docs/ are real."""
 
 import ast
+import importlib.util
 import inspect
 import io
 import re
@@ -75,7 +76,7 @@ def check_command(command: str) -> None:
         assert all((ROOT / word).exists() for word in words if word.endswith(".py"))
         return
     if words[1] == "-m":
-        assert (ROOT / f"{words[2].replace('.', '/')}.py").exists()
+        assert importlib.util.find_spec(words[2])
         return
     at = next(i for i, word in enumerate(words) if word.endswith(".py"))
     script, names = words[at], settings_of(words[at])
