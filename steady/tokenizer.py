@@ -444,14 +444,19 @@ def hf_tokenizer_meta(folder: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise UserError(f"{path}: {error}") from None
     vocabulary = tokenizer.tokenizer.get_vocab(with_added_tokens=True)
-    tokens = {id: name for name, id in vocabulary.items()}
     settings = read_json(folder / "tokenizer_config.json")
     special = read_json(folder / "special_tokens_map.json")
     require_all_tokens(folder, (settings, special), vocabulary)
     ends = []
     for name in ("config.json", "generation_config.json"):
         found = read_json(folder / name).get("eos_token_id")
-        ends += found if isinstance(found, list) else [] if found is None else [found]
+        for id in found if isinstance(found, list) else [] if found is None else [found]:
+            if type(id) is not int or id not in range(tokenizer.vocab_size):
+                raise UserError(
+                    f"{folder / name}: eos_token_id={reprlib.repr(id)} is not one of the "
+                    f"tokenizer's {tokenizer.vocab_size} ids: correct it there, or set it to null"
+                )
+            ends.append(id)
     before, after = added_by_template(tokenizer, path)
     names = [spelling(content.get("eos_token")) for content in (settings, special)]
     named = [vocabulary[name] for name in names if name in vocabulary]
@@ -461,12 +466,14 @@ def hf_tokenizer_meta(folder: Path) -> dict[str, Any]:
         usable -= {*before, vocabulary.get(spelling(settings.get("unk_token")))}
         usable |= {*named}
     else:  # files without added tokens may have </s> or [EOS] as a word
-        usable |= {id for id, name in tokens.items() if re.fullmatch(r"<.+>|\[.+\]", name)}
-        usable = usable or {*ends} & tokens.keys()
+        usable |= {id for name, id in vocabulary.items() if re.fullmatch(r"<.+>|\[.+\]", name)}
+        usable = usable or {*ends}
     if ends and (named or ends[0] not in usable):
-        for id in {*ends} - usable:
-            found = f"eos_token_id={id!r} in {folder} is {tokens.get(id)!r}"
-            print(f"note: {found}, which ends no text: ignored")
+        for id in dict.fromkeys(id for id in ends if id not in usable):
+            print(
+                f"note: eos_token_id={id} in {folder} is {tokenizer.tokenizer.id_to_token(id)!r}, "
+                "which ends no text: ignored"
+            )
         ends = [id for id in ends if id in usable]
     ends = [*ends, *named] if {*ends} & {*named} else [*named, *ends]
     ends = list(dict.fromkeys(ends)) or after[:1]

@@ -146,16 +146,14 @@ def named_end(folder, template=False):
     return settings
 
 
-@pytest.mark.parametrize(
-    ("stale", "token"), [(2, "'!'"), (1, "'<s>'"), (0, "'<unk>'"), (5000, None), ("x", None)]
-)
+@pytest.mark.parametrize(("stale", "token"), [(2, "'!'"), (1, "'<s>'"), (0, "'<unk>'")])
 def test_an_id_that_ends_no_text_is_not_the_end_of_text(tmp_path, capsys, stale, token):
     """transformers writes eos_token_id=2 into the config.json of any Llama."""
     named_end(tmp_path, template=True)
     (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": [stale, 3]}))
     meta = hf_tokenizer_meta(tmp_path)
     assert (meta["begin_of_text"], meta["end_of_text"], meta["stop_tokens"]) == (1, 3, [3])
-    assert f"note: eos_token_id={stale!r} in {tmp_path} is {token}" in capsys.readouterr().out
+    assert f"note: eos_token_id={stale} in {tmp_path} is {token}" in capsys.readouterr().out
 
 
 def test_the_named_token_separates_documents_if_no_other_file_agrees(tmp_path):
@@ -170,13 +168,13 @@ def test_the_named_token_separates_documents_if_no_other_file_agrees(tmp_path):
         assert hf_tokenizer_meta(tmp_path)["stop_tokens"] == ends
 
 
-@pytest.mark.parametrize(("stale", "end"), [(2, None), (5000, None), (3, 3)])
+@pytest.mark.parametrize(("stale", "end"), [(2, None), (3, 3)])
 def test_a_letter_is_not_the_end_of_text_if_no_file_names_one(tmp_path, capsys, stale, end):
     named_end(tmp_path)
     (tmp_path / "tokenizer_config.json").unlink()
     (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": stale}))
     assert hf_tokenizer_meta(tmp_path)["end_of_text"] == end
-    assert ("which ends no text: ignored" in capsys.readouterr().out) == (end is None)
+    assert ("is '!', which ends no text: ignored" in capsys.readouterr().out) == (end is None)
 
 
 def test_the_end_of_text_may_begin_a_text_if_no_file_names_one(tmp_path):
@@ -227,9 +225,17 @@ def test_tokens_that_only_other_files_add_are_refused(tmp_path, name, content):
         hf_tokenizer_meta(tmp_path)
 
 
-@pytest.mark.parametrize("content", ["{oops", "[]"])
-def test_an_odd_config_beside_a_tokenizer_is_one_line(tmp_path, content):
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{oops", "cannot be read"),
+        ("[]", "cannot be read"),
+        ('{"eos_token_id": 5000}', "eos_token_id=5000 is not one of the tokenizer's 3 ids"),
+        ('{"eos_token_id": "</s>"}', "eos_token_id='</s>' is not one of"),
+    ],
+)
+def test_an_odd_config_beside_a_tokenizer_is_one_line(tmp_path, content, message):
     name = word_level(tmp_path)
     (tmp_path / "config.json").write_text(content)
-    with pytest.raises(ValueError, match="config.json.* cannot be read"):
+    with pytest.raises(ValueError, match=f"config.json.* {message}"):
         load_tokenizer(name)
