@@ -145,9 +145,9 @@ class GPT2Tokenizer:
     vocab_size = 50257
 
     def __init__(self, special_tokens: bool = False):
+        self.special_tokens = special_tokens
         import tiktoken
 
-        self.special_tokens = special_tokens
         try:
             self.encoding = tiktoken.get_encoding("gpt2")
         except (OSError, ValueError) as error:  # requests' errors are OSErrors
@@ -156,15 +156,27 @@ class GPT2Tokenizer:
                 "use): go online once, or set TIKTOKEN_CACHE_DIR to a folder that holds them "
                 f"({type(error).__name__})"
             ) from None
-        tokens = {"<|endoftext|>"} if special_tokens else set()
-        self.settings = {"allowed_special": tokens, "disallowed_special": ()}
 
     def encode(self, text: str) -> list[int]:
-        return self.encoding.encode(text, **self.settings)
+        if self.special_tokens and "<|endoftext|>" in text:
+            parts = [self.encode_text(part) for part in text.split("<|endoftext|>")]
+            return parts[0] + [i for part in parts[1:] for i in (self.end_of_text, *part)]
+        return self.encode_text(text)
 
     def encode_between(self, before: str, text: str, after: str) -> Sequence[int]:
+        if self.special_tokens or len(text) >= 2 * PIECE:
+            return self.encode(text)
         # the ids as an array: threads would wait for each other to make lists
-        return self.encoding.encode_to_numpy(text, **self.settings)
+        return self.encoding.encode_to_numpy(text, disallowed_special=())
+
+    def encode_text(self, text: str) -> list[int]:
+        if len(text) < 2 * PIECE:
+            return self.encoding.encode_ordinary(text)
+        # tiktoken's own word search panics on half a million spaces or more (tiktoken#15)
+        import regex  # a dependency of tiktoken
+
+        words = regex.finditer(self.encoding._pat_str, text)
+        return [i for word in words for i in self.encoding._encode_single_piece(word.group())]
 
     def decode(self, ids: list[int]) -> str:
         return self.encoding.decode(ids)
