@@ -28,6 +28,7 @@ from steady.tokenizer import TOKENIZER_VALUES, check_meta, read_json
 Batch = tuple[torch.Tensor, torch.Tensor]  # tokens and targets, (batch_size, block_size) int64
 
 GPT2_VOCAB_SIZE = 50304  # for nanoGPT's bare .bin files: 50257, padded
+LLM_C_MAGIC = [n.to_bytes(4, "little") for n in (20240520, 20240801)]  # GPT-2's, Llama 3's ids
 SCAN_TOKENS = 2**28  # ids checked when a file is opened; the rest are checked as they are read
 
 
@@ -162,18 +163,24 @@ class TokenFile:
         self.file = open(path, "rb", buffering=0)
         self.reading = threading.Lock()  # evaluation and the loader's thread share a position
         if not described:
-            self.check_width()
+            self.check_format()
         scanned = min(self.n_tokens, SCAN_TOKENS)
         for start in range(0, scanned, 2**24):
             self.check(self.read(np.array([start]), min(2**24, scanned - start)))
 
-    def check_width(self) -> None:
-        """Raises UserError if 16 bits seem to be half an id, which would train as noise."""
+    def check_format(self) -> None:
+        """Raises UserError for two formats of other trainers, which would train as noise."""
         ids = self.read(np.zeros(1, int), min(self.n_tokens, 2**20))[0]
+        if ids[: 4 // ids.itemsize].tobytes() in LLM_C_MAGIC:
+            raise UserError(
+                f"{self.path} is a shard of llm.c: remove its header of 1,024 bytes (tail -c +1025)"
+            )
         if ids.itemsize == 2 and ids[1::2].max() <= 1 < ids[::2].max():
             raise UserError(
-                f"{self.path} seems to have ids of 32 or 64 bits: write them as uint16, or add a "
-                'meta.json with "dtype" (uint16 or uint32), "tokenizer" and "vocab_size"'
+                f"{self.path} seems to have ids of 32 or 64 bits, as every second of 16 bits is 0 "
+                "or 1: read them with their own dtype and write them as uint16, or as uint32 if "
+                'one is above 65,535, with "dtype", "tokenizer" and "vocab_size" in a meta.json '
+                "(with which ids of 16 bits may be as they are, too)"
             )
 
     def check(self, ids: np.ndarray) -> None:

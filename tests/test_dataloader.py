@@ -264,6 +264,12 @@ def test_f49_files_of_other_trainers_are_not_trained_on_as_noise(tmp_path):
     (tmp_path / "meta.json").write_text('{"vocab_size": 15, "itos": {}, "stoi": {}}')
     with pytest.raises(UserError, match="nanoGPT's meta.pkl, not steadyGPT's"):
         read_meta(tmp_path)
+    for n_bits, header in ((16, 20240520), (32, 20240801)):
+        shard = np.array([header, 1, 100] + [0] * 253, np.int32).tobytes()
+        path = tmp_path / f"shard{n_bits}"
+        path.write_bytes(shard + np.arange(100, dtype=f"u{n_bits // 8}").tobytes())
+        with pytest.raises(UserError, match=r"shard of llm.c: remove its header .*tail -c \+1025"):
+            TokenFile(path, 8, 70000, f"uint{n_bits}")
     path = write(tmp_path / "wide", [5, 70000, 3, 0] * 10, "uint32")
     with pytest.raises(UserError, match="ids of 32 or 64 bits.*write them as uint16"):
         TokenFile(path, 8, 70001)
