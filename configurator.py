@@ -187,7 +187,8 @@ def dataset_name(folder: Path) -> str:
 
 def configs_for(dataset: str) -> list[Path]:
     """The files in config/ that set this `dataset`."""
-    line, paths = f'\ndataset = "{dataset}"\n', sorted(CONFIGS.glob("[!.]*.py"))
+    line = f'\ndataset = "{dataset}"\n'
+    paths = sorted(path for path in CONFIGS.glob("[!.]*.py") if path.is_file())
     return [p for p in paths if line in p.read_text(encoding="utf-8", errors="replace")]
 
 
@@ -258,7 +259,7 @@ def run_config_file(
         for name in set(sys.modules) - before:  # the next config may have another base
             if os.path.dirname(getattr(sys.modules[name], "__file__", None) or "") == folder:
                 del sys.modules[name]
-    parsed, imported = ast.parse(source), set(vars(math))  # such as pi, even from a star import
+    parsed, imported = ast.parse(source), set()  # imported: such as pi, from math
     for node in parsed.body:
         if isinstance(node, ast.AnnAssign) and not node.value:  # n_layer: 6
             line = ast.unparse(node)
@@ -268,6 +269,9 @@ def run_config_file(
     for node in ast.walk(parsed):
         if isinstance(node, ast.ImportFrom):
             imported |= {alias.asname or alias.name for alias in node.names}
+            of_python = str(node.module).partition(".")[0] in sys.stdlib_module_names
+            if node.names[0].name == "*" and of_python and node.module in sys.modules:
+                imported |= vars(sys.modules[node.module]).keys()
     for key, value in namespace.items():
         if key in settings:
             config[key] = check(settings[key], value, f"{path}: {key}")

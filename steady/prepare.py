@@ -189,7 +189,8 @@ def encode_document(tokenizer: Tokenizer, piece: Piece) -> list[Sequence[int]]:
     if not (piece.before or piece.text or piece.after):  # an empty document
         return []
     pieces = cut_text(tokenizer, [piece.text], piece.before, piece.after)
-    ids = list(itertools.starmap(tokenizer.encode_between, pieces))
+    encode = getattr(tokenizer, "encode_between", lambda _, text, __: tokenizer.encode(text))
+    ids = list(itertools.starmap(encode, pieces))
     begin = [] if tokenizer.begin_of_text is None or piece.before else [tokenizer.begin_of_text]
     end = [] if tokenizer.end_of_text is None or piece.after else [tokenizer.end_of_text]
     if getattr(tokenizer, "special_tokens", False):  # the text may contain them already
@@ -257,11 +258,11 @@ def say_how_to_train(folder: Path, tokenizer: Tokenizer) -> None:
 def refuse_foreign_files(folder: Path) -> None:
     """Raises UserError instead of replacing files that no prepare.py has written, such as nanoGPT's
     token files without a meta.json. (With a meta.pkl they cannot be used.)"""
-    if "tokenizer" in read_json(folder / "meta.json"):
+    if {"tokenizer", "vocab_size", "dtype"} <= read_json(folder / "meta.json").keys():
         return
     for path in (folder / name for name in FILES):
-        usable = path.suffix == ".json" or not (folder / "meta.pkl").exists()
-        if usable and path.exists() and not path.is_symlink():
+        usable = not path.is_symlink() and not (folder / "meta.pkl").exists()
+        if os.path.lexists(path) and (usable or path.suffix == ".json"):
             raise UserError(f"{path} belongs to no data set of ours: move it, or use another --out")
 
 

@@ -128,9 +128,13 @@ def check_start(path: Path) -> None:
     rows under a wrong file name."""
     require_file(path)
     suffix = unpacked_suffix(path)
-    if suffix in ROWS:
+    if suffix == ".parquet":
         return
     with reading(path) as file:
+        if suffix in ROWS:
+            if b"\0" in file.read(2**16):
+                raise UnicodeError("a NUL character")  # UTF-16, for example
+            return
         start = next(blocks(io.TextIOWrapper(file, "utf-8-sig"), 2**16), "")
     rows = re.match(r'\[?\s*\{\s*"[^"\n]*"\s*:', start.lstrip())
     table = re.search(r"(\.csv|\.tsv)[?~]", path.name.lower())  # e.g. data.csv?download=true

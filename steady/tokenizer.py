@@ -640,7 +640,7 @@ def load_tokenizer(name: str, special_tokens: bool = False) -> Tokenizer:
     special_tokens: encode special tokens in a text as tokens, not as characters.
     """
     if name.startswith("hf:") and name != "hf:":
-        source = name[3:].removesuffix("/tokenizer.json")
+        source = re.sub(r"(^|/)tokenizer\.json$", "", name[3:]) or "."
         folder = find_folder(source, ["*.json", "tokenizer.model"])
         meta, own = hf_tokenizer_meta(folder), read_json(folder / "meta.json")  # a data set's
         own = own if own.get("tokenizer") == "hf" else {}
@@ -703,12 +703,13 @@ def check_meta(meta: dict[str, Any], source: str, whole: bool = False) -> None:
                 f"has no valid value: {reprlib.repr(meta[key])}" if key in meta else "is missing"
             )
             raise UserError(f'{source}: "{key}" {value}: prepare the data set again')
-    characters = len(meta.get("alphabet", "")) + (meta.get("end_of_text") is not None)
-    most = {"byte": 257, "gpt2": 50257, "char": characters, "hf": len(meta.get("json", ""))}
-    if meta.get("vocab_size", 1) > most.get(kind, 2**32):
+    least = len(meta.get("alphabet", "")) or 1
+    characters, size = least + (meta.get("end_of_text") is not None), meta.get("vocab_size", least)
+    sizes = {"byte": 257, "gpt2": 50257, "char": characters, "hf": len(meta.get("json", ""))}
+    if not least <= size <= (most := sizes.get(kind, 2**32)):
         raise UserError(
-            f'{source}: "vocab_size" is {meta["vocab_size"]}, but its tokenizer has at most '
-            f"{most.get(kind, 2**32)} ids: prepare the data set again"
+            f'{source}: "vocab_size" is {size}, but its tokenizer has {least} to {most} ids: '
+            "prepare the data set again"
         )
 
 

@@ -137,6 +137,14 @@ def test_f34_typo_on_the_command_line_names_the_nearest(settings):
         resolve(settings, ["--out-dir=x"])
 
 
+@pytest.mark.parametrize("imports", ["", "import math\n", "from math import pi\n"])
+def test_f34_a_name_of_pythons_math_in_a_config_is_no_setting(settings, tmp_path, imports):
+    path = tmp_path / "c.py"
+    path.write_text(f"{imports}gamma = 0.9\n")
+    with pytest.raises(ValueError, match="unknown setting 'gamma'"):
+        resolve(settings, [str(path)])
+
+
 def test_f34_typo_in_a_config_file_names_the_nearest(settings, tmp_path):
     file = tmp_path / "c.py"
     file.write_text("rats = 1e-3\n")

@@ -25,6 +25,14 @@ def read(folder, split):
     return np.fromfile(folder / f"{split}.bin", dtype=meta["dtype"]).tolist()
 
 
+def test_a_tokenizer_of_your_own_needs_no_more_than_encode(tmp_path):
+    class Yours(ByteTokenizer):
+        encode_between = property()  # raises AttributeError
+
+    write_dataset(tmp_path, Yours(), {"train": ["ab", "c"], "val": ["d"]})
+    assert read(tmp_path, "train") == [97, 98, 256, 99, 256]
+
+
 def test_written_files_and_meta_agree(tmp_path, capsys):
     write_dataset(tmp_path, ByteTokenizer(), {"train": ["ab", "c", "d"], "val": ["ef"]})
     assert "replacing" not in capsys.readouterr().out

@@ -306,11 +306,11 @@ BROKEN_META = [
     ('{"tokenizer": "char", "alphabet": ["a"]}', '"alphabet" has no valid value: '),
     ('{"tokenizer": "char", "alphabet": "aa"}', '"alphabet" has no valid value: '),
     ('{"tokenizer": "char", "alphabet": "ab", "vocab_size": 64, "dtype": "uint16"}',
-     '"vocab_size" is 64, but its tokenizer has at most 2 ids'),
+     '"vocab_size" is 64, but its tokenizer has 2 to 2 ids'),
     ('{"tokenizer": "char", "alphabet": "ab", "vocab_size": 3, "dtype": "uint16"}',  # F68
-     '"vocab_size" is 3, but its tokenizer has at most 2 ids'),
+     '"vocab_size" is 3, but its tokenizer has 2 to 2 ids'),
     ('{"tokenizer": "char", "alphabet": "ab", "vocab_size": 4, "dtype": "uint16", '
-     '"end_of_text": 2}', '"vocab_size" is 4, but its tokenizer has at most 3 ids'),
+     '"end_of_text": 2}', '"vocab_size" is 4, but its tokenizer has 2 to 3 ids'),
     ('{"tokenizer": "char", "alphabet": "ab", "vocab_siye": 2, "dtype": "uint16"}',
      '"vocab_size" is missing'),
     ('{"tokenizer": "byte", "vocab_size": 257, "dtipe": "uint32"}',

@@ -800,6 +800,7 @@ def damaged_page():
             lambda: b"text " * 20_000 + b"\0" * 9 + b"text",
             "cannot read.*a NUL character",
         ),
+        ("a.csv", lambda: "text,b\nhello,1\n".encode("utf-16"), "cannot read.*a NUL .*iconv"),
         ("rows.jsonl.bak", lambda: b'{"text": "a"}\n' * 9, "holds rows of JSON: name it .jsonl"),
         (
             "list.dat",
@@ -872,9 +873,11 @@ def test_f68_folders_may_begin_with_the_home_folder(tmp_path, monkeypatch):
         prepare.tokenizer_named("run:~/own", False)
 
 
-def test_f68_hf_may_name_the_file_itself(tmp_path):
+def test_f68_hf_may_name_the_file_itself(tmp_path, monkeypatch):
     byte_level(["</s>"]).save(str(tmp_path / "tokenizer.json"))
     assert load_tokenizer(f"hf:{tmp_path / 'tokenizer.json'}").vocab_size == 320
+    monkeypatch.chdir(tmp_path)
+    assert load_tokenizer("hf:tokenizer.json").vocab_size == 320
 
 
 def test_f68_other_kinds_of_tokenizers_and_weights_say_how_to_convert(tmp_path):
@@ -1311,11 +1314,12 @@ def test_f80_two_preparations_do_not_write_at_once(other_run, tmp_path):
         write_dataset(tmp_path, ByteTokenizer(), {"train": ["abc"], "val": ["abc"]})
 
 
-def test_f83_a_meta_json_of_something_else_is_not_replaced(tmp_path):
-    (tmp_path / "meta.json").write_text('{"mine": 1}')
+@pytest.mark.parametrize("text", ['{"mine": 1}', '{"tokenizer": "sentencepiece"}'])
+def test_f83_a_meta_json_of_something_else_is_not_replaced(tmp_path, text):
+    (tmp_path / "meta.json").write_text(text)
     with pytest.raises(ValueError, match="meta.json belongs to no data set of ours"):
         write_dataset(tmp_path, ByteTokenizer(), {"train": ["abc"], "val": ["abc"]})
-    assert (tmp_path / "meta.json").read_text() == '{"mine": 1}'
+    assert (tmp_path / "meta.json").read_text() == text
     assert [p.name for p in tmp_path.iterdir()] == ["meta.json"]
 
 
