@@ -96,6 +96,7 @@ class RunLog:
         self.tokens_per_iter, self.process = tokens_per_iter, process
         self.flops_per_iter = flops_per_token * tokens_per_iter
         self.peak_flops = hardware.peak_flops(process.device, process.dtype, process.world_size)
+        self.seconds = math.nan  # per step, since the last log line
         self.restart_clock(iter_num)
 
     def restart_clock(self, iter_num: int) -> None:
@@ -105,8 +106,10 @@ class RunLog:
     def step(self, iter_num: int, loss: float, lr: float, grad_norm: float) -> None:
         """Log a training step; times are means over the iterations since the last call."""
         memory_gib = hardware.peak_memory_gib(self.process.device)
-        steps = max(iter_num + 1 - self.timed_iter, 1)  # 0: the clock was restarted after the step
-        seconds = max(time.perf_counter() - self.timed_from, 1e-9) / steps
+        passed = max(time.perf_counter() - self.timed_from, 1e-9)
+        if n := iter_num + 1 - self.timed_iter:  # 0: the clock was restarted after the step
+            self.seconds = passed / n
+        seconds = self.seconds
         self.restart_clock(iter_num + 1)
         mfu = self.flops_per_iter / seconds / self.peak_flops if self.peak_flops else None
         entry = {
@@ -222,7 +225,10 @@ def start_wandb(out_dir: Path, config: dict[str, Any]) -> Any:
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """The entries of a metrics.jsonl. Skips lines that are not entries."""
-    return [e for e in read_json_lines(path) if type(n := e.get("iter")) is int and 0 <= n < 2**27]
+    return [
+        entry for entry in read_json_lines(path)
+        if type(entry.get("iter")) is int and 0 <= entry["iter"] < 2**27
+    ]  # fmt: skip
 
 
 def read_json_lines(path: Path) -> list[dict[str, Any]]:
