@@ -35,10 +35,8 @@ class AdamW(torch.optim.AdamW):
     every DTensor costs the host time.
     """
 
-    def __init__(self, groups: list[dict[str, Any]], **settings: Any):
-        super().__init__(groups, **settings, fused=True)
-        for group, parameter in members(self):  # now, so that the memory left for a step is known
-            self.state[parameter] = self.initial_state(group, parameter)
+    def __init__(self, *arguments: Any, **settings: Any):
+        super().__init__(*arguments, **settings)
         # not deleted: GradScaler does that
         self.register_step_post_hook(lambda self, *_: setattr(self, "found_inf", None))
 
@@ -92,20 +90,14 @@ class Muon(AdamW):
         dtype: torch.dtype,
         **settings: Any,
     ):
-        self.head_dims = head_dims
         super().__init__(groups, **settings)
+        self.head_dims = head_dims
         self.muon_group["momentum"] = MUON_MOMENTUM[1]  # set_schedule changes it
         self.dtype = dtype if dtype == torch.bfloat16 else torch.float32
         self.add_momentum, self.scale_rows = muon.add_momentum, muon.scale_rows
         if compiled and self.muon_group["params"][0].is_cuda:  # a third of the memory traffic
             self.add_momentum = torch.compile(muon.add_momentum, dynamic=True)
             self.scale_rows = torch.compile(muon.scale_rows, dynamic=True)
-        # keep momenta that are updated together in one tensor, so that updates need not copy them
-        whole = [p for p in self.muon_group["params"] if not is_sharded(p)]
-        for parameters, _ in stacks_of(whole, head_dims):
-            momenta = torch.stack([self.state[p]["momentum"] for p in parameters])
-            for parameter, momentum in zip(parameters, momenta, strict=True):
-                self.state[parameter]["momentum"] = momentum
 
     def initial_state(self, group: dict[str, Any], parameter: nn.Parameter) -> dict[str, Tensor]:
         if not group.get("muon"):
@@ -120,6 +112,15 @@ class Muon(AdamW):
     def __setstate__(self, state: dict[str, Any]) -> None:
         """As in torch's Optimizer; AdamW's looks for a "step" in every state."""
         torch.optim.Optimizer.__setstate__(self, state)
+
+    def stack_momenta(self) -> None:
+        """Keep the momenta of matrices that are updated together in one tensor, so that updates
+        need not copy them."""
+        whole = [p for p in self.muon_group["params"] if not is_sharded(p)]
+        for parameters, _ in stacks_of(whole, self.head_dims):
+            momenta = torch.stack([self.state[p]["momentum"] for p in parameters])
+            for parameter, momentum in zip(parameters, momenta, strict=True):
+                self.state[parameter]["momentum"] = momentum
 
     def _init_group(self, group: dict[str, Any], *lists: list[Tensor]) -> bool:
         """torch's AdamW.step calls this, and then updates what is in the lists."""
@@ -204,6 +205,7 @@ def build_optimizer(
 
     compiled: whether to compile Muon's elementwise work; dtype: the dtype of the model's matmuls.
 
+    Allocates the state now and not at the first step, so that the memory left for a step is known.
     Raises UserError if there is nothing for Muon, or nothing to train.
     """
     parameters = [p for p in model.parameters() if p.requires_grad]
@@ -221,21 +223,27 @@ def build_optimizer(
         {"params": [p for p in others if p.dim() < 2], "weight_decay": 0.0},
     ]
     rates = {"lr": config["learning_rate"], "betas": (config["beta1"], config["beta2"])}
-    if not uses_muon:
-        return AdamW(groups, **rates)
-    if not matrices:
-        raise UserError(
-            "optimizer=muon found no matrix to train in an nn.ModuleList or nn.Sequential of the "
-            "model: use --optimizer=adamw"
-        )
-    inner = {"params": matrices, "muon": True, "weight_decay": decay}
-    head_dims = {
-        layer.weight: layer.head_dim
-        for layer in model.modules()
-        if hasattr(layer, "head_dim") and getattr(layer, "weight", None) in among
-        if len(layer.weight) % layer.head_dim == 0
-    }
-    return Muon([inner, *groups], head_dims, compiled, dtype, **rates)
+    if uses_muon:
+        if not matrices:
+            raise UserError(
+                "optimizer=muon found no matrix to train in an nn.ModuleList or nn.Sequential of "
+                "the model: use --optimizer=adamw"
+            )
+        inner = {"params": matrices, "muon": True, "weight_decay": decay}
+        head_dims = {
+            layer.weight: layer.head_dim
+            for layer in model.modules()
+            if hasattr(layer, "head_dim") and getattr(layer, "weight", None) in among
+            if len(layer.weight) % layer.head_dim == 0
+        }
+        optimizer = Muon([inner, *groups], head_dims, compiled, dtype, **rates, fused=True)
+    else:
+        optimizer = AdamW(groups, **rates, fused=True)
+    for group, parameter in members(optimizer):
+        optimizer.state[parameter] = optimizer.initial_state(group, parameter)
+    if uses_muon:
+        optimizer.stack_momenta()
+    return optimizer
 
 
 def hidden_matrices(model: nn.Module) -> list[nn.Parameter]:
