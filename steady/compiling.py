@@ -118,6 +118,7 @@ def compile_model(
     torch._dynamo.config.recompile_limit = limit = 16 + 2 * len(parts)
     torch._dynamo.config.accumulated_recompile_limit = 16 * limit
     torch._dynamo.config.automatic_dynamic_shapes = False  # until `allow_dynamic`
+    torch.compiler.set_stance("default")  # an earlier run in a notebook may have fallen back
     if sharded:  # recompute the cheapest operations; in FP8 the host is too slow to launch them
         in_float8 = any(isinstance(module, Float8Linear) for module in model.modules())
         recompute = checkpointing == "none" and not in_float8

@@ -76,8 +76,8 @@ class LinearCrossEntropy(nn.Module):
         if type(head).forward is nn.Linear.forward and not edited:
             weight = head.weight
             if head.bias is not None:  # 8 more features, which are 1; each has an eighth of it
-                hidden = F.pad(hidden, (0, 8), value=1.0)
-                weight = torch.cat((weight, head.bias[:, None].expand(-1, 8) / 8), dim=1)
+                hidden, weight = F.pad(hidden, (0, 8), value=1.0), F.pad(weight, (0, 8))
+                weight[:, -8:] = head.bias[:, None] / 8
             return linear_cross_entropy(hidden, weight, targets, share=self.share)
         if isinstance(self.share, Tensor):
             raise UserError("second_target needs a plain nn.Linear as lm_head: use 0 for another")

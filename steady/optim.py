@@ -4,8 +4,9 @@ Any torch optimizer can replace ours.
 """
 
 import contextlib
+import inspect
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -35,14 +36,16 @@ class AdamW(torch.optim.AdamW):
     every DTensor costs the host time.
     """
 
-    def __init__(self, *arguments: Any, **settings: Any):
-        super().__init__(*arguments, **settings)
-        # not deleted: GradScaler does that
-        self.register_step_post_hook(lambda self, *_: setattr(self, "found_inf", None))
-
     def zero_grad(self, set_to_none: bool = True) -> None:
         super().zero_grad(set_to_none)
-        self.found_inf = None
+        vars(self).pop("found_inf", None)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        # not super().step(), which may call step hooks again
+        loss = inspect.unwrap(torch.optim.AdamW.step)(self, closure)
+        self.found_inf = None  # not deleted: GradScaler does that
+        return loss
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)

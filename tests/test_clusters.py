@@ -369,10 +369,10 @@ CHANGES = {  # a change to GPT.__init__, and the error under fsdp (None: it work
     "reset": (for_blocks(lambda b: setattr(b.mlp, "down_proj", ZeroLinear(64, 16, False))), None),
     "full": (for_blocks(lambda b: setattr(b, "scale", nn.Parameter(torch.full((4,), 0.5)))),
              "blocks.0.scale, blocks.1.scale: set their initial values in"),
-    "positions": (lambda model: model.register_buffer("pos", torch.arange(8)), "shard pos:"),
+    "positions": (lambda model: model.register_buffer("pos", torch.arange(8)), "use pos:"),
     "mask": (lambda model: model.register_buffer("mask", torch.ones(4, 4).tril().bool()), "mask"),
     "freqs": (lambda model: model.register_buffer("f", torch.polar(torch.ones(4), torch.ones(4))),
-              "shard f:"),
+              "use f:"),
     "zeros": (for_blocks(lambda b: nn.init.zeros_(b.attention.o_proj.weight)),
               "blocks.0.attention.o_proj.weight"),
     "apply": (lambda model: model.apply(lambda m: isinstance(m, nn.Linear)
@@ -382,11 +382,11 @@ CHANGES = {  # a change to GPT.__init__, and the error under fsdp (None: it work
     "shifted": (lambda model: setattr(model, "final_norm", Shifted(16)), "final_norm.bias"),
     "tied across": (lambda model: setattr(
         model.blocks[2].mlp.up_proj, "weight", model.blocks[0].mlp.up_proj.weight),
-        "cannot shard blocks.0.mlp.up_proj.weight: do not share"),
+        "cannot use blocks.0.mlp.up_proj.weight: do not share"),
     "norm of a block": (lambda model: setattr(
-        model.final_norm, "weight", model.blocks[0].mlp_norm.weight), "cannot shard"),
+        model.final_norm, "weight", model.blocks[0].mlp_norm.weight), "cannot use"),
     "one mlp": (lambda model: setattr(model.blocks[1], "mlp", model.blocks[0].mlp),
-                "cannot shard blocks.0.mlp.gate_proj.weight, blocks.0.mlp.up_proj"),
+                "cannot use blocks.0.mlp.gate_proj.weight, blocks.0.mlp.up_proj"),
 }  # fmt: skip
 
 
@@ -433,6 +433,11 @@ def test_f79_values_may_be_rounded_differently(monkeypatch):
     with torch.device("meta"):
         model = GPT(config)
     distributed.require_initial_values(model, distributed.fsdp_groups(model))
+    other = torch.ones(3)
+    counted = torch.arange(16384.0)
+    assert not distributed.equal_up_to_rounding(counted, counted + 1)
+    assert not distributed.equal_up_to_rounding(other, other * torch.nan)
+    assert not distributed.equal_up_to_rounding(other, other[:2])
 
 
 def test_f79_meta_weights_are_drawn_as_others_are():

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from steady import distributed, hardware
-from steady.compiling import Plan
+from steady.compiling import Plan, compile_model
 from steady.distributed import Process
 from steady.memory import batch_sizes, fit, require_room, rough_gib, undone
 
@@ -97,6 +97,9 @@ def test_f57_an_error_in_compiled_code_is_raised_by_the_same_step_uncompiled():
         fit(trial, settings(2, 1), Process(), plan)
     assert torch.compile(torch.neg, backend=broken)(torch.ones(())) == -1.0  # eager, too
     assert tried == [True, False]
+    compile_model(torch.nn.Linear(1, 1), Plan(None, "default", False))  # of a run that comes later
+    with pytest.raises(torch._dynamo.exc.TorchDynamoException, match="no compiler"):
+        torch.compile(torch.neg, backend=broken)(torch.ones(()))
 
 
 @pytest.mark.parametrize(

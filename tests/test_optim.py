@@ -361,6 +361,19 @@ def test_only_one_step_is_skipped(kind):
     require_momentum(optimizer, block.weight, torch.ones(4, 4))
 
 
+def test_a_copied_adamw_skips_only_one_step_too():
+    model = nn.Linear(4, 4)
+    model, optimizer = copy.deepcopy((model, adamw(model)))
+    for value in (float("inf"), 1.0):
+        model.zero_grad()
+        model.weight.grad = torch.full((4, 4), value)
+        before = model.weight.clone()
+        if value > 1.0:
+            clip_gradients(optimizer, 1.0)
+        optimizer.step()
+        assert torch.equal(model.weight, before) == (value > 1.0)
+
+
 def test_muon_maximizes_too():
     changes = []
     for maximize in (True, False):

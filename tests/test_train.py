@@ -1044,6 +1044,20 @@ def test_the_bar_shows_loss_time_left_and_memory(monkeypatch, tmp_path):
     assert "loss 2.5000, 11.7 GiB" in bar and "1/10 [" in bar and "<" in bar
 
 
+def test_a_step_before_a_save_of_yours_has_the_time_of_the_last_one(tmp_path):
+    """Your own save between a step and its log line restarts the clock (F20)."""
+    config = {"eval_only": False, "eval_interval": 0, "max_iters": 10, "wandb_log": False}
+    log = RunLog(tmp_path, config, 0)
+    log.start_clock(0, 64, 1000, Process())
+    time.sleep(0.01)
+    log.step(0, 2.5, 1e-3, 1.0)
+    log.restart_clock(2)
+    log.step(1, 2.5, 1e-3, 1.0)
+    log.close()
+    first, second = read_metrics(tmp_path / "metrics.jsonl")
+    assert second["ms"] == first["ms"] >= 10
+
+
 def test_metrics_may_be_tensors(tmp_path):
     config = {"eval_only": False, "eval_interval": 0, "max_iters": 10, "wandb_log": False}
     log = RunLog(tmp_path, config, 0)
