@@ -273,49 +273,24 @@ def split_text(text: str, val_fraction: float = 0.1) -> dict[str, list[str]]:
 
 
 def prepare_hub_dataset(namespace: dict[str, Any]) -> None:
-    """The main function of a hub data set's prepare.py, called with its `globals()`."""
-    config = configure(namespace, base=__file__, positional="")
-    folder = config.pop("out") or Path(namespace["__file__"]).parent
-    chosen = tokenizer_named(config.pop("tokenizer"), config.pop("special_tokens"))
-    prepare_from_hub(folder, chosen, **config)
-
-
-def prepare_from_hub(
-    folder: str | Path,
-    tokenizer: Tokenizer,
-    path: str,
-    name: str = "",
-    split: str = split,
-    revision: str = revision,
-    val_fraction: float = 0.0005,
-    num_proc: int = num_proc,
-    streaming: bool = streaming,
-    max_tokens: int = max_tokens,
-) -> None:
-    """Write train.bin, val.bin and meta.json for one split of a data set to `folder`.
-
-    Args:
-        path: a repository on the hub, or a local folder with the same layout.
-        name: the data set's configuration.
-        split: the split of the repository.
-        revision: commit, tag or branch of the repository.
-        val_fraction: share of the documents held out for validation.
-        streaming: read over the network without keeping a copy; else `datasets` caches one.
-        max_tokens: stop after this many training tokens; 0: take all. Streaming then downloads only
-            as many shards as that takes.
+    """The main function of a hub data set's prepare.py, called with its `globals()`. Writes
+    train.bin, val.bin and meta.json.
 
     Raises UserError if the data cannot be loaded or the disk is too small.
     """
+    config = configure(namespace, base=__file__, positional="")
+    tokenizer = tokenizer_named(config["tokenizer"], config["special_tokens"])
+    path, split, streaming = config["path"], config["split"], config["streaming"]
+    num_proc, val_fraction = config["num_proc"], config["val_fraction"]
     import datasets
 
-    folder = Path(folder)
     try:
         dataset = datasets.load_dataset(
             path,
-            name or None,
+            config["name"] or None,
             split=split,
-            revision=None if Path(path).is_dir() else revision,
-            streaming=streaming,
+            revision=None if Path(path).is_dir() else config["revision"],
+            streaming=streaming,  # else `datasets` keeps a copy
             num_proc=num_proc if num_proc > 1 and not streaming else None,
         ).select_columns("text")
     except Exception as error:  # the hub's libraries raise many types
@@ -342,7 +317,8 @@ def prepare_from_hub(
     size = dataset.data.nbytes if not streaming else 0
     if streaming and dataset.info.splits and split in dataset.info.splits:
         size = dataset.info.splits[split].num_bytes or 0
-    write_tokens(folder, tokenizer, pieces(), size, num_proc, True, max_tokens)
+    folder = Path(config["out"] or Path(namespace["__file__"]).parent)
+    write_tokens(folder, tokenizer, pieces(), size, num_proc, True, config["max_tokens"])
 
 
 def prepare_from_files(

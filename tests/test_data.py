@@ -495,6 +495,11 @@ def test_f68_several_configurations_and_other_splits_have_remedies_that_work(
     run(*arguments, "--name=a" if "'a'" in message else "--split=test", "--val_fraction=0.2")
 
 
+def prepare_hub(run, repository, out, **settings):
+    settings = {"tokenizer": "byte", "val_fraction": 0.1, "path": repository, "out": out} | settings
+    return run("data/tinystories/prepare.py", *(f"--{k}={v}" for k, v in settings.items()))
+
+
 def test_processes_streaming_and_interruptions_change_nothing(
     run, tmp_path, repository, monkeypatch
 ):
@@ -502,9 +507,7 @@ def test_processes_streaming_and_interruptions_change_nothing(
     contents = {}
 
     def prepare(out, **settings):
-        hub.prepare_from_hub(
-            tmp_path / out, ByteTokenizer(), str(repository), val_fraction=0.1, **settings
-        )
+        prepare_hub(run, repository, tmp_path / out, **settings)
         contents[out] = read(tmp_path / out, "train"), read(tmp_path / out, "val")
 
     prepare("plain")
@@ -515,7 +518,7 @@ def test_processes_streaming_and_interruptions_change_nothing(
     assert all(content == contents["plain"] for content in contents.values())
 
 
-def test_a_document_of_the_hub_that_is_no_text_is_left_out_and_named(tmp_path, repository, capsys):
+def test_a_document_of_the_hub_that_is_no_text_is_left_out_and_named(run, tmp_path, repository):
     import pyarrow
     import pyarrow.parquet
 
@@ -523,17 +526,17 @@ def test_a_document_of_the_hub_that_is_no_text_is_left_out_and_named(tmp_path, r
     table = pyarrow.parquet.read_table(file)
     texts = [None if i == 7 else text for i, text in enumerate(table["text"].to_pylist())]
     pyarrow.parquet.write_table(table.set_column(0, "text", pyarrow.array(texts)), file)
-    hub.prepare_from_hub(tmp_path / "out", ByteTokenizer(), str(repository), val_fraction=0.1,
-                         streaming=True)  # fmt: skip
+    shown = prepare_hub(run, repository, tmp_path / "out", streaming=True)
     counts = [read(tmp_path / "out", split).count(256) for split in ("train", "val")]
     assert sum(counts) == 299
-    shown = capsys.readouterr().out
     assert "document 8 of part 2 of 3: 'text' is null, not text" in shown
     assert "warning: skipped 1 bad rows" in shown
 
 
 @pytest.mark.parametrize("num_proc", [1, 2])
-def test_the_first_tokens_of_a_corpus_can_be_taken(tmp_path, repository, monkeypatch, num_proc):
+def test_the_first_tokens_of_a_corpus_can_be_taken(
+    run, tmp_path, repository, monkeypatch, num_proc
+):
     monkeypatch.setattr(hub, "BATCH", 2000)
     read_parts, scramble = [], hub.scramble
     monkeypatch.setattr(
@@ -543,8 +546,7 @@ def test_the_first_tokens_of_a_corpus_can_be_taken(tmp_path, repository, monkeyp
     )
 
     def prepare(out, **settings):
-        hub.prepare_from_hub(tmp_path / out, ByteTokenizer(), str(repository), val_fraction=0.1,
-                             streaming=True, **settings)  # fmt: skip
+        prepare_hub(run, repository, tmp_path / out, streaming=True, **settings)
         return read(tmp_path / out, "train")
 
     whole = prepare("whole")
@@ -556,13 +558,12 @@ def test_the_first_tokens_of_a_corpus_can_be_taken(tmp_path, repository, monkeyp
     assert prepare("more", max_tokens=10**9) == whole
 
 
-def test_a_disk_too_small_is_noticed_before_writing(tmp_path, repository, monkeypatch):
+def test_a_disk_too_small_is_noticed_before_writing(run, tmp_path, repository, monkeypatch):
     monkeypatch.setattr(hub.shutil, "disk_usage", lambda path: SimpleNamespace(free=100))
     with pytest.raises(ValueError, match=r"needs about 0.0 GiB, but 0.0 are free"):
-        hub.prepare_from_hub(tmp_path / "out", ByteTokenizer(), str(repository))
+        prepare_hub(run, repository, tmp_path / "out")
     monkeypatch.setattr(hub.shutil, "disk_usage", lambda path: SimpleNamespace(free=1500))
-    hub.prepare_from_hub(tmp_path / "out", ByteTokenizer(), str(repository),
-                         split="train[:10%]", val_fraction=0.5)  # fmt: skip
+    prepare_hub(run, repository, tmp_path / "out", split="train[:10%]", val_fraction=0.5)
 
 
 def test_no_network_is_one_line(run, tmp_path, monkeypatch):
