@@ -347,7 +347,7 @@ def nearest(key: str, settings: dict[str, Setting]) -> str:
     close = difflib.get_close_matches(key.replace("-", "_"), settings, n=1)
     if close:
         return f", did you mean {close[0]!r}?"
-    return "; --help lists all (lower-case names with plain values, on lines that are not indented)"
+    return "; --help lists all (a setting has a plain value, on a line that is not indented)"
 
 
 def describe(settings: dict[str, Setting], script: str, positional: str, about: str = "") -> str:

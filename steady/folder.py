@@ -42,14 +42,17 @@ def claim(out_dir: Path, names: Sequence[str] = FILES) -> None:
     The lock is an fcntl file lock: a killed process leaves no lock behind, and child processes that
     outlive this one do not hold it. (With flock they would.)
 
-    Raises UserError if another run is writing there. From here on printing never raises: a run must
-    not end because nobody reads its output.
+    Raises UserError if the folder is not writable, or if another run is writing there. From here on
+    printing never raises: a run must not end because nobody reads its output.
     """
     survive_closed_streams()
     str(out_dir).encode()  # torch.save would raise an error for a name that is not UTF-8
-    out_dir.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryFile(dir=out_dir):  # raises if the folder is not writable
-        pass
+    try:
+        out_dir.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=out_dir):
+            pass
+    except OSError as error:
+        raise UserError(f"cannot write to {out_dir}: {error.strerror}") from None
     flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0)
     lock = os.open(out_dir / ".lock", flags, 0o666)
     found = os.fstat(lock)

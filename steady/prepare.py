@@ -111,7 +111,7 @@ def write_tokens(
         files = {s: stack.enter_context(atomic_write(folder / f"{s}.bin")) for s in SPLITS}
         for ids, sizes, bad in waiting(encoded, n_batches, "tokenizing", unit="batch"):
             if bad and not skip_bad_rows:
-                raise UserError(f"{bad[0]} (--skip_bad_rows=True of data/text/prepare.py skips it)")
+                raise UserError(f"{bad[0]} (data/text/prepare.py has --skip_bad_rows=True)")
             skipped += bad
             for split, file in files.items():
                 file.write(ids[split].data)  # ndarray.tofile hides that a disk is full
@@ -381,7 +381,7 @@ def tokenizer_named(name: str, special_tokens: bool) -> Tokenizer:
         meta = checkpoint.load(path if path.is_file() else checkpoint.find(path))["tokenizer"]
         kind = meta.get("tokenizer", "gpt2")
     if special_tokens and kind not in ("gpt2", "hf"):
-        raise UserError(f"special_tokens=True needs a gpt2 or hf: tokenizer, not {name} ({kind})")
+        raise UserError(f"special_tokens=True needs a gpt2 or hf: tokenizer, not {kind}")
     if meta is None:
         return load_tokenizer(name, special_tokens)
     return from_meta(meta | ({"special_tokens": True} if special_tokens else {}))

@@ -124,8 +124,8 @@ def reading(path: Path) -> Iterator[BinaryIO]:
 
 
 def check_start(path: Path) -> None:
-    """Raises UserError unless a file is regular, and begins neither with other than text nor with
-    rows under a wrong file name."""
+    """Raises UserError unless a file is regular and begins with text, which must not be rows under
+    the name of another kind of file."""
     require_file(path)
     suffix = unpacked_suffix(path)
     if suffix == ".parquet":
@@ -237,7 +237,7 @@ def require_column(path: Path, column: str, names: list[str]) -> None:
     """Raises UserError unless one column has that name."""
     if (count := names.count(column)) != 1:
         raise UserError(
-            f"{path} has {count} columns named {column!r}, of {shown(', '.join(names))}: pass "
+            f"{path} has {count or 'no'} columns named {column!r} among {shown(str(names))}: pass "
             "--column=NAME, or separate columns by commas (by tabs in a .tsv file)"
         )
 

@@ -706,7 +706,8 @@ def check_meta(meta: dict[str, Any], source: str, whole: bool = False) -> None:
     least = len(meta.get("alphabet", "")) or 1
     characters, size = least + (meta.get("end_of_text") is not None), meta.get("vocab_size", least)
     sizes = {"byte": 257, "gpt2": 50257, "char": characters, "hf": len(meta.get("json", ""))}
-    if not least <= size <= (most := sizes.get(kind, 2**32)):
+    most = sizes.get(kind, 2**32)
+    if not least <= size <= most:
         raise UserError(
             f'{source}: "vocab_size" is {size}, but its tokenizer has {least} to {most} ids: '
             "prepare the data set again"

@@ -275,7 +275,7 @@ def test_bad_rows_are_named_by_file_and_line_and_left_out_if_asked(run, tmp_path
         run("data/text/prepare.py", *arguments)
     assert type(error.value) is UserError  # printed without a traceback
     first = next(iter(BAD_ROWS.values()))
-    hint = "(--skip_bad_rows=True of data/text/prepare.py skips it)"
+    hint = "(data/text/prepare.py has --skip_bad_rows=True)"
     assert str(error.value) == f"{path}, line 5: {first} {hint}"
     shown = run("data/text/prepare.py", *arguments, "--skip_bad_rows=True")
     for i, problem in enumerate(BAD_ROWS.values()):
@@ -302,7 +302,7 @@ def test_broken_files_are_named(run, tmp_path):
                 f"--out={tmp_path / name}-out")  # fmt: skip
     pyarrow.parquet.write_table(pyarrow.table({"body": ["a"]}), tmp_path / "f.parquet")
     pyarrow.parquet.write_table(pyarrow.table({"text": ["a", None]}), tmp_path / "g.parquet")
-    for name, message in (("f", "0 columns named 'text', of body: pass --column=NAME"),
+    for name, message in (("f", "no columns named 'text' among .'body'.: pass --column=NAME"),
                           ("g", "row 2: 'text' is null, not text")):  # fmt: skip
         with pytest.raises(ValueError, match=message):
             run("data/text/prepare.py", f"--input={tmp_path / name}.parquet", "--tokenizer=byte",
