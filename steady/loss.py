@@ -86,11 +86,7 @@ class LinearCrossEntropy(nn.Module):
 
 
 def _log_softmax(logits: Tensor) -> Tensor:
-    return F.log_softmax(logits.to(_accumulator(logits.dtype)), dim=-1)  # (chunk, V)
-
-
-def _accumulator(dtype: torch.dtype) -> torch.dtype:
-    return torch.promote_types(dtype, torch.float32)
+    return F.log_softmax(logits, dim=-1, dtype=torch.promote_types(logits.dtype, torch.float32))
 
 
 def _losses(log_probs: Tensor, targets: Tensor) -> Tensor:
@@ -181,14 +177,18 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, dtype, chunk, targets, second, shares):
         cast_weight, total, grad_hidden = weight.to(dtype), 0.0, []
-        wide = chunk < len(hidden)  # a single chunk needs no float32 sum
-        grad_weight = torch.empty_like(weight, dtype=_accumulator(dtype) if wide else dtype)
+        several, wide = chunk < len(hidden), torch.promote_types(dtype, torch.float32)
+        grad_weight = torch.empty_like(weight, dtype=wide) if several else None
+        add = torch.ops.steady.add_product if torch.compiler.is_compiling() else add_product
         columns = (hidden.to(dtype), targets, second, shares)
         for h, *t in zip(*(column.split(chunk) for column in columns), strict=True):
             losses, grad = losses_and_gradient(F.linear(h, cast_weight), *t)
             total = total + losses.sum()
             grad_hidden.append(grad @ cast_weight)
-            torch.ops.steady.add_product(grad_weight, grad.T, h, float(len(grad_hidden) > 1))
+            if several:
+                add(grad_weight, grad.T, h, float(len(grad_hidden) > 1))
+            else:  # a single chunk needs no float32 sum
+                grad_weight = grad.T @ h
             del grad  # or eager mode would hold two chunks at a time
         count = _count(targets)
         ctx.save_for_backward(torch.cat(grad_hidden), grad_weight, count)
@@ -205,7 +205,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         # would make small float16 gradients underflow.
         grad_hidden, grad_weight, count = ctx.saved_tensors
         scale = grad_loss / count
-        wide = _accumulator(grad_hidden.dtype)
+        wide = torch.promote_types(grad_hidden.dtype, torch.float32)
         grad_hidden = (grad_hidden.to(wide) * scale).to(ctx.dtypes[0])
         grad_weight = (grad_weight.to(wide) * scale).to(ctx.dtypes[1])
         return grad_hidden, grad_weight, None, None, None, None, None
