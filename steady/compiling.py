@@ -39,7 +39,7 @@ class Plan:
         return self.obstacle is None
 
     def fall_back(self, obstacle: str) -> None:
-        """Fall back to eager, also for Muon's functions and for what you have compiled."""
+        """Fall back to eager, also for Muon's functions and for functions that you compiled."""
         self.obstacle, self.cuda_graphs = obstacle, False
         torch.compiler.set_stance("force_eager")
 

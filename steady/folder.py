@@ -36,8 +36,8 @@ held: dict[Path, tuple[int, int]] = {}
 
 
 def claim(out_dir: Path, names: Sequence[str] = FILES) -> None:
-    """Create `out_dir` and lock it until this process ends. Remove what killed runs left behind
-    while they wrote the files `names`.
+    """Create `out_dir` and lock it until this process ends. Remove the temporary files of killed
+    runs that were writing the files `names`.
 
     The lock is an fcntl file lock: a killed process leaves no lock behind, and child processes that
     outlive this one do not hold it. (With flock they would.)

@@ -126,7 +126,7 @@ class Muon(AdamW):
                 self.state[parameter]["momentum"] = momentum
 
     def _init_group(self, group: dict[str, Any], *lists: list[Tensor]) -> bool:
-        """torch's AdamW.step calls this, and then updates what is in the lists."""
+        """torch's AdamW.step calls this, and then updates the parameters in the lists."""
         if not group.get("muon"):
             return super()._init_group(group, *lists)
         self.update_matrices(group)

@@ -19,7 +19,8 @@ class Tokenizer(Protocol):
     """The interface of all tokenizers. `from_meta` rebuilds one from its `meta()`, which is JSON.
 
     encode_between: the ids of a piece of a text, which may depend on the text around it. Most give
-    an array, because lists of Python integers would take most of the preparation time.
+    an array, because lists of Python integers would take most of the preparation time. (Your own
+    tokenizer may leave this method out.)
     """
 
     vocab_size: int
