@@ -15,11 +15,13 @@ Any other name must be a setting. The comment after an assignment is its `--help
 """
 
 import ast
+import contextlib
 import difflib
 import math
 import numbers
 import os
 import re
+import reprlib
 import signal
 import sys
 import textwrap
@@ -105,23 +107,23 @@ def read_settings(script: str | Path) -> dict[str, Setting]:
             break
         if not isinstance(node, ast.Assign | ast.AnnAssign):
             continue
-        target = node.targets[0] if isinstance(node, ast.Assign) else node.target
-        name = getattr(target, "id", "_")
-        if name.isupper() or name.startswith("_"):
-            continue  # a constant, or private
+        targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+        scope = {"__builtins__": ARITHMETIC, "math": math}
+        scope |= {name: setting.default for name, setting in settings.items()}
         try:  # such as 5 * 8, or learning_rate / 10; not the results of other functions
-            earlier = {name: setting.default for name, setting in settings.items()}
-            code = compile(ast.Expression(node.value), str(script), "eval")
-            default = eval(code, {"__builtins__": ARITHMETIC} | earlier)
+            alone = ast.Module([ast.Assign(targets, node.value)], [])
+            exec(compile(ast.fix_missing_locations(alone), str(script), "exec"), scope)
         except Exception:
             continue
-        if not isinstance(default, PLAIN | None):
-            continue
+        names = [part.id for target in targets for part in ast.walk(target) if hasattr(part, "id")]
         above = takewhile(lambda line: line.startswith("#"), reversed(lines[: node.lineno - 1]))
         for line in above:  # the first line of a comment block names the section
             section = line.lstrip("# ")
         comment = lines[node.end_lineno - 1].encode()[node.end_col_offset :].decode()
-        settings[name] = Setting(name, default, comment.lstrip("# "), section)
+        for name in names:
+            skipped = name.isupper() or name.startswith("_")  # a constant, or private
+            if not skipped and isinstance(scope.get(name, ...), PLAIN | None):
+                settings[name] = Setting(name, scope[name], comment.lstrip("# "), section)
     return settings
 
 
@@ -250,8 +252,9 @@ def run_config_file(
     try:
         exec(compile(source, path, "exec"), namespace)
     except (Exception, SystemExit) as error:  # exiting is an error too
-        frames = traceback.extract_tb(error.__traceback__)
-        lines = [f" (line {frame.lineno})" for frame in frames if frame.filename == path]
+        frames = traceback.extract_tb(error.__traceback__)[1:]  # its own, and those of its helpers
+        own = [f for f in frames if os.path.dirname(os.path.abspath(f.filename)) == folder]
+        lines = [f" ({os.path.basename(f.filename)}, line {f.lineno})" for f in own]
         reason = f"{type(error).__name__}: {error}{''.join(lines[-1:])}"
         raise UserError(f"config file {path} failed: {reason}") from None
     finally:
@@ -261,7 +264,8 @@ def run_config_file(
                 del sys.modules[name]
     parsed, imported = ast.parse(source), set()  # imported: such as pi, from math
     for node in parsed.body:
-        if isinstance(node, ast.AnnAssign) and not node.value:  # n_layer: 6
+        kind = getattr(node, "annotation", None)
+        if isinstance(kind, ast.Constant | ast.UnaryOp) and not node.value:  # n_layer: 6
             line = ast.unparse(node)
             raise UserError(
                 f"{path}, line {node.lineno}: {line!r} sets nothing: write name = value"
@@ -305,8 +309,9 @@ def check(setting: Setting, value: Any, where: str) -> Any:
     if type(value) is kind or setting.default is None:
         return value
     if isinstance(value, NUMBERS.get(kind, ())) and not isinstance(value, bool):
-        return kind(value)
-    raise UserError(f"{where} takes a value of type {kind.__name__}, not {value!r}")
+        with contextlib.suppress(OverflowError):  # 10**400 is no float
+            return kind(value)
+    raise UserError(f"{where} takes a value of type {kind.__name__}, not {reprlib.repr(value)}")
 
 
 def check_values(values: dict[str, Any], more_choices: dict[str, tuple] | None = None) -> None:

@@ -17,8 +17,8 @@ import itertools
 import json
 import os
 import re
-import secrets
 import shutil
+import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -262,13 +262,14 @@ def load_pretrained(source: str, data: DataSet, block_size: int, dropout: float)
             f"block_size={block_size} is longer than {source}'s context: use "
             f"--block_size={longest} or less"
         )
-    if pretrained.tokenizer and not same_tokenizer(data.tokenizer, pretrained.tokenizer):
+    known = is_run or pretrained.tokenizer  # {} of a run: GPT-2's, for bare .bin files
+    if known and not same_tokenizer(data.tokenizer, pretrained.tokenizer):
         kind = "run" if is_run else "hf"
         raise UserError(
             f"data set {data.folder.name} was not made with {source}'s tokenizer: make one with "
             f"python data/text/prepare.py --input=FILES --tokenizer={kind}:{source} --out=data/NAME"
         )
-    if not pretrained.tokenizer and os.environ.get("RANK", "0") == "0":
+    if not known and os.environ.get("RANK", "0") == "0":
         print(f"note: {source} has no tokenizer.json: cannot check that {data.folder.name} was "
               "made with its tokenizer")  # fmt: skip
     model_config = pretrained.model_config | {"block_size": block_size, "dropout": dropout}
@@ -340,7 +341,7 @@ def llama_logits(weights: dict[str, Tensor], config: GPTConfig, tokens: Tensor) 
         x = x + linear(y.transpose(0, 1).flatten(1), f"{attention}.o_proj")
         y = norm(x, f"{block}.mlp_norm")
         y = F.silu(linear(y, f"{mlp}.gate_proj")) * linear(y, f"{mlp}.up_proj")
-        x = x + linear(y, f"{mlp}.down_proj")
+        x = x + linear(y.view(-1, config.n_hidden), f"{mlp}.down_proj")  # all of one width
     return linear(norm(x, "final_norm"), "lm_head")
 
 
@@ -411,25 +412,22 @@ def write_pretrained(saved: dict[str, Any], folder: Path, dtype: torch.dtype) ->
     beyond = f"values beyond the range of {theirs['torch_dtype']}: use --dtype=bfloat16"
     checkpoint.check_finite(weights, folder, problem=beyond)
     folder.mkdir(parents=True, exist_ok=True)
-    # safetensors needs a file name, and raises its own error if the disk is full
-    part = folder / f"model.{secrets.token_hex(4)}.tmp"
-    before = set(folder.iterdir())
-    try:
+    # an earlier export in the folder is only replaced when all files of this one are complete
+    with tempfile.TemporaryDirectory(prefix=".export-", dir=folder) as new:
+        new = Path(new)
         try:
-            save_file(weights, part, metadata={"format": "pt"} | WRITER)
-        except Exception as error:
+            save_file(weights, new / "model.safetensors", metadata={"format": "pt"} | WRITER)
+        except Exception as error:  # safetensors raises its own if the disk is full
             reason = " ".join(str(error).split())
             raise UserError(f"cannot write the weights to {folder}: {reason}") from None
         for name, content in (("config", theirs), ("generation_config", generation)):
-            with atomic_write(folder / f"{name}.json") as file:
+            with atomic_write(new / f"{name}.json") as file:
                 file.write(json.dumps(content, indent=2).encode() + b"\n")
-        written = write_hf_tokenizer(saved["tokenizer"], folder, metadata)
-        shutil.copymode(folder / "config.json", part)  # else only we may read it
-        part.replace(folder / "model.safetensors")
-    except BaseException:
-        for path in {*folder.glob("*.*")} - before:  # or they would block the next try
-            path.unlink()
-        raise
+        written = write_hf_tokenizer(saved["tokenizer"], new, metadata)
+        shutil.copymode(new / "config.json", new / "model.safetensors")  # else only we may read it
+        for name in ("model.safetensors", "config.json", "generation_config.json", *written):
+            (folder / name).parent.mkdir(exist_ok=True)
+            (new / name).replace(folder / name)
     earlier = [folder / "special_tokens_map.json", folder / "chat_template.jinja",
                *folder.glob(f"{TEMPLATES}/*.jinja")]  # fmt: skip
     for path in earlier:  # of an export to the same folder, or your own

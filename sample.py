@@ -68,6 +68,8 @@ if start.startswith("FILE:"):
         start = file.read_bytes().decode("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"cannot read --start={start}: {error}") from None
+if start == "\n" and start not in getattr(tokenizer, "alphabet", start):  # the default
+    start = "" if tokenizer.end_of_text is not None else tokenizer.alphabet[0]
 if any("\ud800" <= character <= "\udfff" for character in start):  # invalid bytes from the shell
     raise UserError(f"--start={start!r} is not UTF-8")
 try:

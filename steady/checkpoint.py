@@ -71,7 +71,7 @@ def as_saved(content: dict[str, Any]) -> dict[str, Any]:
     for key, value in content.items():
         if key == "best_val_loss" and isinstance(value, Tensor) and value.numel() == 1:
             value = value.item()
-        saved[key] = dict(value.state_dict()) if hasattr(value, "state_dict") else value
+        saved[key] = {**value.state_dict()} if hasattr(value, "state_dict") else value
         if key == "optimizer" and hasattr(value, "state_dict"):
             saved[key] = {"kind": optimizer_name(value)} | saved[key]
     return tree_map_only(np.generic, lambda number: number.item(), saved)
@@ -365,7 +365,7 @@ def read(path: Path) -> dict[str, Any]:
     require_file(path)
     if not path.is_file():
         raise UserError(
-            f"no checkpoint at {path}: train first, or check --out_dir (and --ckpt, if you set it)"
+            f"no checkpoint at {path}: train first, or check the folder (and --ckpt, if you set it)"
         )
     try:
         check_sums(path)
@@ -634,8 +634,9 @@ class Start(NamedTuple):
         try:
             load_state(optimizer, self.optimizer)
             if scaler and scaler.is_enabled() and self.scaler:  # empty after float32: keep the new
-                if self.scaler.keys() != scaler.state_dict().keys():
-                    raise UserError(f"scaler must contain {', '.join(scaler.state_dict())}")
+                expected = {name: type(value) for name, value in scaler.state_dict().items()}
+                if {name: type(value) for name, value in self.scaler.items()} != expected:
+                    raise UserError(f"scaler must contain numbers: {', '.join(expected)}")
                 scaler.load_state_dict(self.scaler)
         except UserError as error:
             raise UserError(f"{self.source} cannot be resumed: {error}") from None
@@ -657,7 +658,8 @@ def resume(
     was = architecture(saved, type(asked), path).settings()
     if saved["pretrained"]:
         model_config = was | {key: model_config[key] for key in ("block_size", "dropout")}
-    if saved["tokenizer"] != data.tokenizer:  # the data set determines it, not a setting
+    tokenizers = ({"tokenizer": "gpt2"} | meta for meta in (saved["tokenizer"], data.tokenizer))
+    if next(tokenizers) != next(tokenizers):  # the data set determines it, not a setting
         raise UserError(
             f"cannot resume {path}: the data set has a different tokenizer; use the --dataset that "
             "it was trained on, or another --out_dir"

@@ -28,7 +28,12 @@ from steady.tokenizer import TOKENIZER_VALUES, check_meta, read_json
 Batch = tuple[torch.Tensor, torch.Tensor]  # tokens and targets, (batch_size, block_size) int64
 
 GPT2_VOCAB_SIZE = 50304  # for nanoGPT's bare .bin files: 50257, padded
-LLM_C_MAGIC = [n.to_bytes(4, "little") for n in (20240520, 20240801)]  # GPT-2's, Llama 3's ids
+LLM_C = "a shard of llm.c: remove its header of 1,024 bytes (tail -c +1025)"
+FOREIGN = {  # the first bytes of other formats
+    (20240520).to_bytes(4, "little"): LLM_C,  # with GPT-2's ids
+    (20240801).to_bytes(4, "little"): LLM_C,  # with Llama 3's
+    b"\x93NUM": "a .npy file: write its array with .astype('uint16').tofile(PATH) instead",
+}
 SCAN_TOKENS = 2**28  # ids checked when a file is opened; the rest are checked as they are read
 
 
@@ -171,12 +176,10 @@ class TokenFile:
             self.check(self.read(np.array([start]), min(2**24, scanned - start)))
 
     def check_format(self) -> None:
-        """Raises UserError for two formats of other trainers, which would train as noise."""
+        """Raises UserError for formats of other trainers, which would train as noise."""
         ids = self.read(np.zeros(1, int), min(self.n_tokens, 2**20))[0]
-        if ids[: 4 // ids.itemsize].tobytes() in LLM_C_MAGIC:
-            raise UserError(
-                f"{self.path} is a shard of llm.c: remove its header of 1,024 bytes (tail -c +1025)"
-            )
+        if foreign := FOREIGN.get(ids[: 4 // ids.itemsize].tobytes()):
+            raise UserError(f"{self.path} is {foreign}")
         if ids.itemsize == 2 and ids[1::2].max() <= 1 < ids[::2].max():
             raise UserError(
                 f"{self.path} seems to have ids of 32 or 64 bits, as every second of 16 bits is 0 "

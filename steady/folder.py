@@ -46,13 +46,14 @@ def claim(out_dir: Path, names: Sequence[str] = FILES) -> None:
     printing never raises: a run must not end because nobody reads its output.
     """
     survive_closed_streams()
-    str(out_dir).encode()  # torch.save would raise an error for a name that is not UTF-8
     try:
+        str(out_dir).encode()  # torch.save would raise an error for a name that is not UTF-8
         out_dir.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=out_dir):
             pass
-    except OSError as error:
-        raise UserError(f"cannot write to {out_dir}: {error.strerror}") from None
+    except (OSError, UnicodeError) as error:
+        reason = getattr(error, "strerror", error)
+        raise UserError(f"cannot write to {out_dir}: {reason}") from None
     flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0)
     lock = os.open(out_dir / ".lock", flags, 0o666)
     found = os.fstat(lock)

@@ -281,12 +281,15 @@ def load_state(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
     Raises UserError if the state belongs to another optimizer or to other parameters.
     """
     was, now = saved.get("kind"), optimizer_name(optimizer)
+    states, groups = saved.get("state", {}), saved.get("param_groups", [])
+    well_formed = isinstance(states, dict) and isinstance(groups, list)
+    if not well_formed or not all(isinstance(group, dict) for group in groups):
+        raise UserError("its optimizer state is malformed")
     if isinstance(was, str) and was != now:
         raise UserError(f"it was trained with optimizer={was}, not {now}: continue with {was}")
     if not isinstance(optimizer, AdamW):
         optimizer.load_state_dict({key: value for key, value in saved.items() if key != "kind"})
         return
-    parameters, states = all_parameters(optimizer), saved.get("state", {})
     for i, (group, parameter) in enumerate(members(optimizer)):
         if parameter not in optimizer.state and i in states:  # of a group that you added
             optimizer.state[parameter] = optimizer.initial_state(group, parameter)
@@ -304,9 +307,9 @@ def load_state(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
             if name in ("step", "exp_avg_sq") and own.numel() and not own.min() >= 0:
                 raise UserError(f"optimizer state {name} of parameter {i} is negative or NaN")
     own = {*optimizer.defaults, "params", "muon", "lr_scale"} - {"lr"}  # from this run's code
-    for group, old in zip(optimizer.param_groups, saved.get("param_groups", []), strict=False):
+    for group, old in zip(optimizer.param_groups, groups, strict=False):
         group |= {name: value for name, value in old.items() if name not in own}  # a scheduler's
-    expected = sum(parameter in optimizer.state for parameter in parameters)
+    expected = sum(parameter in optimizer.state for parameter in all_parameters(optimizer))
     if len(states) != expected:
         raise UserError(
             f"optimizer state for {len(states)} parameters, not {expected}: if you add parameter "

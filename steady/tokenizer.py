@@ -381,8 +381,8 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> HFTokenizer:
         raise UserError(f"bpe:{vocab_size} must be from 257 (bytes and end of text) to 2**20")
     tokenizer = ByteLevelBPETokenizer()
     settings = {"min_frequency": 0, "show_progress": False, "special_tokens": ["<|endoftext|>"]}
-    # in pieces, because it buffers 256 of them
-    pieces = (text[i : i + PIECE] for text in texts for i in range(0, len(text), PIECE))
+    # in pieces: it buffers 256 of them, and the time for a word is quadratic in its length
+    pieces = (text[i : i + 2**13] for text in texts for i in range(0, len(text), 2**13))
     tokenizer.train_from_iterator(pieces, vocab_size, **settings)
     return HFTokenizer(tokenizer.to_str(), end_of_text=0)
 
@@ -672,7 +672,7 @@ def load_tokenizer(name: str, special_tokens: bool = False) -> Tokenizer:
     if name not in ("gpt2", "byte"):
         raise UserError(
             f"unknown tokenizer={name!r}: use gpt2, byte or hf:PATH_OR_HUB_ID "
-            "(data/text/prepare.py also takes char, bpe:SIZE and run:FOLDER)"
+            "(data/text/prepare.py also takes char, bpe:SIZE (bpe:8192) and run:FOLDER)"
         )
     return from_meta({"tokenizer": name, "special_tokens": special_tokens})
 
@@ -680,6 +680,7 @@ def load_tokenizer(name: str, special_tokens: bool = False) -> Tokenizer:
 def same_tokenizer(one: dict[str, Any], other: dict[str, Any]) -> bool:
     """Whether two `meta()` give the same ids for the same documents."""
     keys = ("tokenizer", "alphabet", "json", "begin_of_text", "end_of_text")
+    one, other = ({"tokenizer": "gpt2"} | meta for meta in (one, other))  # as in `from_meta`
     return all(one.get(key) == other.get(key) for key in keys)
 
 

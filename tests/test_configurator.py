@@ -176,12 +176,14 @@ def test_config_file_may_import_and_compute_with_private_names(settings, tmp_pat
     [
         ("steps = ", "SyntaxError"),
         ("steps = 1 / 0", "ZeroDivisionError"),
-        ("import sys; sys.exit(0)", r"c\.py failed: SystemExit: 0 \(line 1\)"),
+        ("import sys; sys.exit(0)", r"c\.py failed: SystemExit: 0 \(c\.py, line 1\)"),
+        ("from helper import *", r"c\.py failed: ZeroDivisionError: .* \(helper\.py, line 2\)"),
     ],
 )
 def test_broken_config_file_is_one_line(settings, tmp_path, content, expected):
     file = tmp_path / "c.py"
     file.write_text(content)
+    (tmp_path / "helper.py").write_text("steps = 1\nrate = 1 / 0\n")
     with pytest.raises(ValueError, match=expected):
         resolve(settings, [str(file)])
 
@@ -223,6 +225,7 @@ def test_a_line_of_a_config_file_that_sets_nothing_is_named(settings, tmp_path):
     with pytest.raises(ValueError, match="c.py, line 2: 'steps: 3' sets nothing: write name = va"):
         resolve(settings, [str(tmp_path / "c.py")])
     for fine in (
+        "steps: int\nsteps = 3\n",
         "from typing import NamedTuple\nclass Shape(NamedTuple):\n    layers: int\n",
         "def _half(n):\n    result: int\n    return n // 2\n",
     ):
@@ -355,6 +358,18 @@ SCRIPTS = {
 def test_private_names_and_constants_are_no_settings(tmp_path):
     (tmp_path / "s.py").write_text("_kept: list[int] = []\nSIZE = 3\nsteps = 5  # number\n")
     assert list(read_settings(tmp_path / "s.py")) == ["steps"]
+
+
+def test_a_line_may_have_several_settings(tmp_path):
+    (tmp_path / "s.py").write_text(
+        "n_layer, n_head = 2, 4  # sizes\nrate = low = 0.5\nwidth: list = [3]\n"
+        "scale = math.sqrt(100)\nconfigure(globals())\n"
+    )
+    settings = read_settings(tmp_path / "s.py")
+    assert {name: setting.default for name, setting in settings.items()} == {
+        "n_layer": 2, "n_head": 4, "rate": 0.5, "low": 0.5, "width": [3], "scale": 10.0,
+    }  # fmt: skip
+    assert settings["n_head"].comment == "sizes"
 
 
 @pytest.mark.parametrize("script", sorted(SCRIPTS))

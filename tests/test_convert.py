@@ -294,6 +294,14 @@ def test_an_export_that_does_not_fit_on_the_disk_is_one_line(run, sums, tmp_path
         with pytest.raises(ValueError, match="cannot write the weights to .*another: .*No space"):
             run(*export)
     run(*export)  # the leftovers do not prevent another try
+    before = {path.name: path.read_bytes() for path in (tmp_path / "exported").iterdir()}
+    run("train.py", *TINY, f"--dataset={sums}", f"--out_dir={tmp_path}", "--rope_theta=500")
+    with monkeypatch.context() as patched:  # the disk is full after the weights
+        patched.setattr("steady.tokenizer.write_hf_tokenizer", lambda *_: open(tmp_path / "none"))
+        with pytest.raises(FileNotFoundError):
+            run(*export[:2], f"--to={tmp_path / 'exported'}")
+    after = {path.name: path.read_bytes() for path in (tmp_path / "exported").iterdir()}
+    assert before == after  # no config.json of the new model beside the earlier weights
 
 
 def test_an_export_replaces_no_other_model(run, sums, tmp_path):
@@ -426,6 +434,16 @@ def test_attention_in_a_window_is_no_llama(monkeypatch, window):
         parameter.data *= 3.0 if parameter.dim() == 2 else 1.0  # as large as trained weights
     if not window:
         return convert.require_llama(model, 65, Path("ckpt.pt"))
+    with pytest.raises(UserError, match="computes something other than a Llama"):
+        convert.require_llama(model, 65, Path("ckpt.pt"))
+
+
+def test_layers_of_different_widths_are_not_exported():
+    model = GPT(GPTConfig(block_size=16, vocab_size=65, n_layer=2, n_head=2, n_embd=32))
+    convert.require_llama(model, 65, Path("ckpt.pt"))
+    mlp = model.blocks[1].mlp
+    mlp.gate_proj, mlp.up_proj = torch.nn.Linear(32, 64, False), torch.nn.Linear(32, 64, False)
+    mlp.down_proj = torch.nn.Linear(64, 32, False)
     with pytest.raises(UserError, match="computes something other than a Llama"):
         convert.require_llama(model, 65, Path("ckpt.pt"))
 

@@ -270,6 +270,9 @@ def test_f49_files_of_other_trainers_are_not_trained_on_as_noise(tmp_path):
         path.write_bytes(shard + np.arange(100, dtype=f"u{n_bits // 8}").tobytes())
         with pytest.raises(UserError, match=r"shard of llm.c: remove its header .*tail -c \+1025"):
             TokenFile(path, 8, 70000, f"uint{n_bits}")
+    np.save(tmp_path / "array", np.arange(100))
+    with pytest.raises(UserError, match=r"is a .npy file: write its array with .astype\('uint16"):
+        TokenFile(tmp_path / "array.npy", 8, 70000)
     path = write(tmp_path / "wide", [5, 70000, 3, 0] * 10, "uint32")
     with pytest.raises(UserError, match="ids of 32 or 64 bits.*write them as uint16"):
         TokenFile(path, 8, 70001)

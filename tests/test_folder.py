@@ -7,7 +7,7 @@ import sys
 import pytest
 from conftest import HOLD, ROOT, TINY
 
-from steady import folder
+from steady import UserError, folder
 
 
 def test_f45_a_second_run_in_the_folder_is_refused_and_changes_nothing(
@@ -104,7 +104,7 @@ def test_f45_what_another_run_left_in_an_unlocked_folder_is_archived(tmp_path, o
 def test_a_name_that_torch_cannot_load_is_refused(tmp_path):
     """Also a name that is UTF-8, if Python reads it as ASCII, as without PYTHONUTF8."""
     for name in ("run_\udce9", "run_\udcc3\udcb6"):
-        with pytest.raises(ValueError, match="can't encode character"):
+        with pytest.raises(UserError, match="cannot write to .*can't encode character"):
             folder.claim(tmp_path / name)
 
 

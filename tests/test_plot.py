@@ -48,7 +48,8 @@ def test_time_is_that_of_training_steps_alone():
     first = [{"iter": i, "ms": 9000.0} | step for i in range(3)]  # steps that compiled
     then = [{"iter": i, "ms": 100.0} | step for i in range(3, 6)]
     # an evaluation waited for step 5's optimizer, so step 6 seems short; then a line for four steps
-    after = [{"iter": 6, "val_loss": 1.0}, {"iter": 6, "ms": 60.0} | step]
+    evaluated = {"iter": 6, "loss": 1.5, "val_loss": 1.0}  # an edited one may have any losses
+    after = [evaluated, {"iter": 6, "ms": 60.0} | step]
     entries = first + then + after + [{"iter": 10, "ms": 100.0} | step, {"iter": 12, "val_loss": 1}]
     seconds, tokens = training_clock(entries)
     expected = [i / 10 for i in range(13)]

@@ -160,6 +160,16 @@ def test_bytes_of_one_character_are_shown_together(run, tmp_path):
         assert shown == "你好你好你\n"
 
 
+def test_characters_without_a_line_break_have_another_default_prompt(run, tmp_path):
+    for ends in (True, False):
+        tokenizer = CharTokenizer("ab", ends=ends)
+        write_dataset(tmp_path / "data", tokenizer, {"train": ["ab"] * 20, "val": ["ab"] * 20})
+        run("train.py", *TINY, f"--dataset={tmp_path / 'data'}", f"--out_dir={tmp_path}",
+            "--max_iters=1")  # fmt: skip
+        shown = sample(run, tmp_path, "--num_samples=1", "--stop_at_end=False")
+        assert {*shown} <= {*"ab\n"} and shown.startswith("a" * (not ends))
+
+
 def test_empty_prompt_starts_from_the_end_of_text_token(run, tmp_path):
     write_dataset(tmp_path / "data", ByteTokenizer(), {"train": ["ab"] * 20, "val": ["ab"] * 20})
     run("train.py", *TINY, f"--dataset={tmp_path / 'data'}", f"--out_dir={tmp_path}",

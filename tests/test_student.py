@@ -851,12 +851,16 @@ def test_the_trial_step_leaves_no_gradients(student, sums, tmp_path):
     assert len(losses(tmp_path / "out")) == 3
 
 
-def test_a_checkpoint_that_cannot_be_resumed_is_announced(student, sums, tmp_path):
-    edit = Edit(train=(('"config": config,\n', "\n"),))
-    copy = edited(edit, tmp_path / "copy")
+@pytest.mark.parametrize(("line", "new", "key"), [
+    ('"config": config,', "", "config"),
+    ('"optimizer": opt,', '"optimizer": [opt.state_dict()],', "optimizer"),
+])  # fmt: skip
+def test_a_checkpoint_that_cannot_be_resumed_is_announced(student, sums, tmp_path, line, new, key):
+    copy = edited(Edit(train=((line, new),)), tmp_path / "copy")
     shown = student(copy, "train.py", *SETTINGS, f"--dataset={sums}",
                     f"--out_dir={tmp_path / 'out'}")  # fmt: skip
-    assert "ckpt.pt cannot be resumed: it lacks config" in shown and len(losses(tmp_path / "out"))
+    assert f"ckpt.pt cannot be resumed: it lacks a valid {key}\n" in shown
+    assert len(losses(tmp_path / "out")) == 3
 
 
 def test_the_trial_step_trains_nothing(student, sums, tmp_path):

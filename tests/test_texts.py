@@ -226,6 +226,24 @@ def test_f61_a_data_set_made_without_the_token_is_no_data_for_such_a_model(tmp_p
         convert.load_pretrained(str(folder), DataSet(str(tmp_path / "data")), 16, 0.0)
 
 
+def test_f61_a_run_on_bare_files_has_gpt2s_tokenizer(run, sums, gpt2_files, tmp_path):
+    ids = np.arange(600) % 50257
+    for name in ("bare", "named"):
+        (tmp_path / name).mkdir()
+        for split in ("train", "val"):
+            ids.astype("uint16").tofile(tmp_path / name / f"{split}.bin")
+    (tmp_path / "named" / "meta.json").write_text(
+        '{"tokenizer": "gpt2", "vocab_size": 50257, "dtype": "uint16"}'
+    )
+    tiny = ["train.py", *TINY, "--n_layer=1", "--n_embd=4", f"--out_dir={tmp_path / 'run'}"]
+    run(*tiny, f"--dataset={tmp_path / 'bare'}", "--max_iters=1")
+    run(*tiny, f"--dataset={tmp_path / 'named'}", "--max_iters=2", "--init_from=resume")
+    for dataset in (tmp_path / "bare", tmp_path / "named"):
+        convert.load_pretrained(str(tmp_path / "run"), DataSet(str(dataset)), 16, 0.0)
+    with pytest.raises(ValueError, match="was not made with .*/run's tokenizer: make one with"):
+        convert.load_pretrained(str(tmp_path / "run"), DataSet(str(sums)), 16, 0.0)
+
+
 def test_f61_an_export_without_the_token_does_not_prepend_it(tmp_path):
     folder = with_bos(tmp_path / "model")
     meta = load_tokenizer(f"hf:{folder}").meta() | {"begin_of_text": None}
