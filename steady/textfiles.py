@@ -21,6 +21,7 @@ import os
 import re
 import sys
 from collections.abc import Iterator
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, TextIO
 
@@ -51,7 +52,7 @@ class Piece(NamedTuple):
 def files_matching(pattern: str) -> list[Path]:
     """The file of that name, or the files that match it as a glob, sorted.
 
-    Hidden files must be named explicitly, as in a shell. `**` does not follow symbolic links to
+    Hidden files need a pattern that begins with a dot, as in a shell. `**` does not follow symbolic links to
     folders: a link to a parent folder would never end.
     """
     given = Path(pattern)
@@ -60,11 +61,13 @@ def files_matching(pattern: str) -> list[Path]:
     parts = given.relative_to(given.anchor).parts
     parts = [part if part == "**" else part.replace("**", "*") for part in parts]
     parts += ["*"] * (parts[-1] == "**")
+    named = [part for part in parts if part[0] == "."]  # hidden ones, such as .* or .cache
 
     def matches(n: int) -> list[Path]:
         """The paths that match the first n parts of the pattern."""
         found = Path(given.anchor).glob("/".join(parts[:n]))
-        return [x for x in found if not any(p[0] == "." and p not in parts for p in x.parts)]
+        hidden = ((path, [p for p in path.parts if p[0] == "."]) for path in found)
+        return [path for path, ps in hidden if all(any(fnmatch(p, n) for n in named) for p in ps)]
 
     for n in range(1, len(parts)):
         needed = os.X_OK | (os.R_OK if re.search(r"[*?\[]", parts[n]) else 0)  # to list it

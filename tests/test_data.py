@@ -367,8 +367,8 @@ def test_links_are_not_followed_round_and_round_and_no_file_is_read_twice(run, t
     text = "".join(ByteTokenizer().decode(read(tmp_path / "out", s)) for s in ("train", "val"))
     assert text.count("some text") == text.count("more text") == 20 and "draft" not in text
     assert textfiles.files_matching(f"{notes}/**") == [notes / "a.md", notes / "sub" / "b.md"]
-    assert textfiles.files_matching(f"{notes}/.h*") == []
     assert textfiles.files_matching(f"{notes}/.hidden.md") == [notes / ".hidden.md"]
+    assert textfiles.files_matching(f"{notes}/.h*") == [notes / ".hidden.md"]
 
 
 def test_what_a_glob_would_pass_over_is_named(monkeypatch, tmp_path):
