@@ -115,7 +115,8 @@ def read_settings(script: str | Path) -> dict[str, Setting]:
             exec(compile(ast.fix_missing_locations(alone), str(script), "exec"), scope)
         except Exception:
             continue
-        names = [part.id for target in targets for part in ast.walk(target) if hasattr(part, "id")]
+        parts = [part for target in targets for part in ast.walk(target)]
+        names = [part.id for part in parts if hasattr(part, "id") and type(part.ctx) is ast.Store]
         above = takewhile(lambda line: line.startswith("#"), reversed(lines[: node.lineno - 1]))
         for line in above:  # the first line of a comment block names the section
             section = line.lstrip("# ")
@@ -263,9 +264,10 @@ def run_config_file(
             if os.path.dirname(getattr(sys.modules[name], "__file__", None) or "") == folder:
                 del sys.modules[name]
     parsed, imported = ast.parse(source), set()  # imported: such as pi, from math
+    assigned = {ast.unparse(t) for node in ast.walk(parsed) for t in getattr(node, "targets", ())}
     for node in parsed.body:
-        kind = getattr(node, "annotation", None)
-        if isinstance(kind, ast.Constant | ast.UnaryOp) and not node.value:  # n_layer: 6
+        bare = isinstance(node, ast.AnnAssign) and not node.value  # n_layer: 6
+        if bare and ast.unparse(node.target) not in assigned:
             line = ast.unparse(node)
             raise UserError(
                 f"{path}, line {node.lineno}: {line!r} sets nothing: write name = value"

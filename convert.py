@@ -262,7 +262,8 @@ def load_pretrained(source: str, data: DataSet, block_size: int, dropout: float)
             f"block_size={block_size} is longer than {source}'s context: use "
             f"--block_size={longest} or less"
         )
-    known = is_run or pretrained.tokenizer  # {} of a run: GPT-2's, for bare .bin files
+    gpt2 = is_run and pretrained.model_config["vocab_size"] >= 50257  # trained on bare .bin files
+    known = gpt2 or pretrained.tokenizer
     if known and not same_tokenizer(data.tokenizer, pretrained.tokenizer):
         kind = "run" if is_run else "hf"
         raise UserError(
@@ -342,7 +343,8 @@ def llama_logits(weights: dict[str, Tensor], config: GPTConfig, tokens: Tensor) 
         y = norm(x, f"{block}.mlp_norm")
         y = F.silu(linear(y, f"{mlp}.gate_proj")) * linear(y, f"{mlp}.up_proj")
         x = x + linear(y.view(-1, config.n_hidden), f"{mlp}.down_proj")  # all of one width
-    return linear(norm(x, "final_norm"), "lm_head")
+    head = "token_embedding" if config.tied_embeddings else "lm_head"  # as the export says
+    return linear(norm(x, "final_norm"), head)
 
 
 def write_pretrained(saved: dict[str, Any], folder: Path, dtype: torch.dtype) -> None:

@@ -281,15 +281,15 @@ def load_state(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
     Raises UserError if the state belongs to another optimizer or to other parameters.
     """
     was, now = saved.get("kind"), optimizer_name(optimizer)
-    states, groups = saved.get("state", {}), saved.get("param_groups", [])
-    well_formed = isinstance(states, dict) and isinstance(groups, list)
-    if not well_formed or not all(isinstance(group, dict) for group in groups):
-        raise UserError("its optimizer state is malformed")
     if isinstance(was, str) and was != now:
         raise UserError(f"it was trained with optimizer={was}, not {now}: continue with {was}")
     if not isinstance(optimizer, AdamW):
         optimizer.load_state_dict({key: value for key, value in saved.items() if key != "kind"})
         return
+    states, groups = saved.get("state", {}), saved.get("param_groups", [])
+    well_formed = isinstance(states, dict) and isinstance(groups, list)
+    if not well_formed or not all(isinstance(group, dict) for group in groups):
+        raise UserError("its optimizer state is malformed")
     for i, (group, parameter) in enumerate(members(optimizer)):
         if parameter not in optimizer.state and i in states:  # of a group that you added
             optimizer.state[parameter] = optimizer.initial_state(group, parameter)

@@ -255,7 +255,7 @@ def training_clock(entries: list[dict[str, Any]]) -> tuple[list[float], list[int
     ms: list[float] = []
     tokens: list[int] = []
     for entry in entries:
-        if "tokens_per_s" in entry:  # a step
+        if entry.keys() >= {"ms", "tokens_per_s"}:  # a step
             since = entry["iter"] + 1 - len(ms)  # an entry covers all steps since the one before
             ms += [entry["ms"]] * since
             tokens += [round(entry["tokens_per_s"] * entry["ms"] / 1e3)] * since

@@ -52,8 +52,8 @@ class Piece(NamedTuple):
 def files_matching(pattern: str) -> list[Path]:
     """The file of that name, or the files that match it as a glob, sorted.
 
-    Hidden files need a pattern that begins with a dot, as in a shell. `**` does not follow symbolic links to
-    folders: a link to a parent folder would never end.
+    Hidden files need a pattern that begins with a dot, as in a shell. `**` does not follow symbolic
+    links to folders: a link to a parent folder would never end.
     """
     given = Path(pattern)
     if given.exists() or given.is_symlink():

@@ -1,5 +1,6 @@
 """Limited file systems, multi-process launches, shared folders, notebooks (F70 to F78)."""
 
+import itertools
 import json
 import os
 import shutil
@@ -15,6 +16,7 @@ import torch
 from conftest import ROOT, TINY, free_port
 from torch import nn
 
+import model as model_file
 from configurator import read_settings, resolve
 from model import GPT, GPTConfig
 from steady import UserError, checkpoint, distributed, folder
@@ -365,17 +367,18 @@ CHANGES = {  # a change to GPT.__init__, and the error under fsdp (None: it work
     "bias": (for_blocks(lambda b: setattr(b.mlp, "down_proj", nn.Linear(64, 16))), None),
     "conv": (for_blocks(lambda b: setattr(b, "conv", nn.Conv1d(16, 16, 3))), None),
     "reset": (for_blocks(lambda b: setattr(b.mlp, "down_proj", ZeroLinear(64, 16, False))), None),
-    "zero": (for_blocks(lambda b: setattr(b, "gate", nn.Parameter(torch.zeros(4)))), None),
     "counter": (lambda model: model.register_buffer("n", torch.zeros((1,), dtype=int)), None),
     "full": (for_blocks(lambda b: setattr(b, "scale", nn.Parameter(torch.full((4,), 0.5)))),
-             "blocks.0.scale, blocks.1.scale, blocks.2.scale: set their initial values"),
+             "blocks.0.scale, blocks.1.scale: set their initial values in"),
     "numbers": (for_blocks(lambda b: setattr(b, "mix", nn.Parameter(torch.tensor([0.7, 0.3])))),
-                "blocks.0.mix, blocks.1.mix, blocks.2.mix:"),
+                "blocks.0.mix, blocks.1.mix:"),
+    "another third block": (lambda model: setattr(model.blocks[2], "more", Shifted(16)),
+                            "cannot use blocks.2.more.bias:"),
     "positions": (lambda model: model.register_buffer("pos", torch.arange(8)), "use pos:"),
     "mask": (lambda model: model.register_buffer("mask", torch.ones(4, 4).tril().bool()), "mask"),
     "freqs": (lambda model: model.register_buffer("f", torch.polar(torch.ones(4), torch.ones(4))),
               "use f:"),
-    "zeros in the last block": (lambda model: model.blocks[-1].mlp.up_proj.weight.data.zero_(),
+    "zeros in the last block": (lambda model: nn.init.zeros_(model.blocks[-1].mlp.up_proj.weight),
                                 "cannot use blocks.2.mlp.up_proj.weight:"),
     "zeros": (for_blocks(lambda b: nn.init.zeros_(b.attention.o_proj.weight)),
               "blocks.0.attention.o_proj.weight"),
@@ -386,7 +389,7 @@ CHANGES = {  # a change to GPT.__init__, and the error under fsdp (None: it work
     "shifted": (lambda model: setattr(model, "final_norm", Shifted(16)), "final_norm.bias"),
     "tied across": (lambda model: setattr(
         model.blocks[2].mlp.up_proj, "weight", model.blocks[0].mlp.up_proj.weight),
-        "cannot use blocks.0.mlp.up_proj.weight: do not share"),
+        "cannot use blocks.0.mlp.up_proj.weight: do not share parameters across blocks"),
     "norm of a block": (lambda model: setattr(
         model.final_norm, "weight", model.blocks[0].mlp_norm.weight), "cannot use"),
     "one mlp": (lambda model: setattr(model.blocks[1], "mlp", model.blocks[0].mlp),
@@ -419,10 +422,29 @@ def test_f79_values_that_fsdp_does_not_know_are_refused_by_name(name):
         assert torch.equal(state, torch.get_rng_state())
         for _ in distributed.initialized_groups(model, groups, torch.device("cpu")):
             pass
-        assert not any(t.is_meta or t.isnan().any() for t in model.state_dict().values())
+        assert not any(t.isnan().any() for t in model.state_dict().values())
     else:
         with pytest.raises(UserError, match=message):
             distributed.require_initial_values(model, groups)
+
+
+def test_f79_values_may_be_rounded_differently(monkeypatch):
+    tables, calls = model_file.rope_tables, itertools.count()
+
+    def rounded(*args):
+        factor = 1 + next(calls) * 1.2e-7
+        return [table * factor for table in tables(*args)]
+
+    monkeypatch.setattr(model_file, "rope_tables", rounded)
+    config = GPTConfig(block_size=8, vocab_size=64, n_layer=3, n_head=2, n_embd=16)
+    with torch.device("meta"):
+        model = GPT(config)
+    distributed.require_initial_values(model, distributed.fsdp_groups(model))
+    other = torch.ones(3)
+    counted = torch.arange(16384.0)
+    assert not distributed.equal_up_to_rounding(counted, counted + 1)
+    assert not distributed.equal_up_to_rounding(other, other * torch.nan)
+    assert not distributed.equal_up_to_rounding(other, other[:2])
 
 
 def test_f79_meta_weights_are_drawn_as_others_are():

@@ -438,6 +438,13 @@ def test_attention_in_a_window_is_no_llama(monkeypatch, window):
         convert.require_llama(model, 65, Path("ckpt.pt"))
 
 
+def test_an_untied_head_is_not_exported_as_a_tied_one():
+    model = GPT(GPTConfig(block_size=16, vocab_size=65, n_layer=2, n_head=2, n_embd=32))
+    model.lm_head.weight = torch.nn.Parameter(torch.randn(65, 32))  # by an edit of model.py
+    with pytest.raises(UserError, match="computes something other than a Llama"):
+        convert.require_llama(model, 65, Path("ckpt.pt"))
+
+
 def test_layers_of_different_widths_are_not_exported():
     model = GPT(GPTConfig(block_size=16, vocab_size=65, n_layer=2, n_head=2, n_embd=32))
     convert.require_llama(model, 65, Path("ckpt.pt"))
