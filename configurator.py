@@ -87,7 +87,6 @@ PATHS = ("out_dir", "dataset", "init_from", "to", "input", "out", "data")  # may
 class Setting(NamedTuple):
     """One `name = default  # comment` line of a script, under a `# section` comment."""
 
-    name: str
     default: Any
     comment: str
     section: str
@@ -100,7 +99,7 @@ def read_settings(script: str | Path) -> dict[str, Setting]:
     call of `configure`.
     """
     source = Path(script).read_text(encoding="utf-8")
-    lines, settings, section = source.splitlines(), {}, ""
+    lines, settings, section = source.split("\n"), {}, ""  # as ast counts
     for node in ast.parse(source).body:
         called = getattr(getattr(node, "value", None), "func", None)
         if getattr(called, "id", "") == "configure":
@@ -124,7 +123,7 @@ def read_settings(script: str | Path) -> dict[str, Setting]:
         for name in names:
             skipped = name.isupper() or name.startswith("_")  # a constant, or private
             if not skipped and isinstance(scope.get(name, ...), PLAIN | None):
-                settings[name] = Setting(name, scope[name], comment.lstrip("# "), section)
+                settings[name] = Setting(scope[name], comment.lstrip("# "), section)
     return settings
 
 
@@ -235,10 +234,7 @@ def resolve(
 
 
 def run_config_file(
-    path: str,
-    settings: dict[str, Setting],
-    config: dict[str, Any],
-    ignored: dict[str, Setting],
+    path: str, settings: dict[str, Setting], config: dict[str, Any], ignored: dict[str, Setting]
 ) -> None:
     """Run a Python config file and copy its settings, except for `ignored` ones, to `config`."""
     if not os.path.lexists(path):

@@ -92,22 +92,12 @@ class GPTConfig:
         return asdict(self)
 
 
-class RMSNorm(nn.Module):
+class RMSNorm(nn.RMSNorm):
     """x / rms(x) * weight in float32, returned in x's dtype (Zhang and Sennrich 2019)."""
-
-    def __init__(self, size: int, eps: float):
-        super().__init__()
-        self.eps = eps
-        self.weight = nn.Parameter(torch.empty(size))
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        nn.init.ones_(self.weight)
 
     def forward(self, x: Tensor) -> Tensor:
         # the fused kernel computes in float32 but needs x and weight in the same dtype
-        values = x if x.dtype == self.weight.dtype else x.float()
-        return F.rms_norm(values, self.weight.shape, self.weight, self.eps).type_as(x)
+        return super().forward(x if x.dtype == self.weight.dtype else x.float()).type_as(x)
 
 
 def rope_tables(positions: Tensor, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
@@ -237,8 +227,9 @@ class GPT(nn.Module):
     def __init__(self, config: GPTConfig):
         super().__init__()
         self.config = config
-        random_state = torch.get_rng_state()
-        with torchs_initial_weights() as self.unset:  # init_weights redraws only layers made here
+        # fork_rng undoes the layers' own random draws, so that init_weights depends on the seed
+        # alone; it redraws only layers made in this block
+        with torch.random.fork_rng([]), torchs_initial_weights() as self.unset:
             self.token_embedding = nn.Embedding(config.vocab_size, config.n_embd)
             self.dropout = nn.Dropout(config.dropout)
             self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layer))
@@ -250,8 +241,6 @@ class GPT(nn.Module):
             for name in ("rope_cos", "rope_sin"):
                 self.register_buffer(name, torch.empty(0), persistent=False)
             self.compute_rope_tables()
-        # undo the layers' own random draws, so that init_weights depends on the seed alone
-        torch.set_rng_state(random_state)
         self.draws: dict[str, tuple[float, int]] = {}  # matrix name: (std, seed)
         self.init_weights()
 

@@ -85,7 +85,8 @@ require_room(model.config, num_samples, len(prompt), max_new_tokens, dtype, devi
 tokens = torch.tensor([prompt] * num_samples, device=device)
 generator = torch.Generator(device=device).manual_seed(seed)
 
-ends = torch.tensor(tokenizer.stop_tokens if stop_at_end else [], dtype=torch.long, device=device)
+stops = tokenizer.stop_tokens if stop_at_end else []
+ends = torch.tensor(stops, dtype=torch.long, device=device)
 ended = torch.zeros(num_samples, dtype=torch.bool, device=device)
 printed, ids = "", []
 show = visible if sys.stdout.isatty() else str  # escape control characters on a terminal
@@ -94,7 +95,6 @@ prompt_length = len(tokenizer.decode(prompt))  # in characters; may differ from 
 
 def text_of(ids: list[int]) -> str:
     """The text of the prompt and the new tokens `ids`, up to the first stop token."""
-    stops = set(ends.tolist())
     ids = list(takewhile(lambda id: id not in stops, ids))
     # decode both together: some tokenizers drop a space at the start of a text
     return start + tokenizer.decode(prompt + ids)[prompt_length:]

@@ -5,8 +5,6 @@ before the learning rate began to decay. `best.pt` holds only the weights, confi
 tokenizer of the lowest validation loss.
 """
 
-from __future__ import annotations
-
 import contextlib
 import inspect
 import io
@@ -36,14 +34,7 @@ from model import GPTConfig
 from steady import UserError, distributed
 from steady.dataloader import DataSet
 from steady.distributed import SINGLE_PROCESS, Process
-from steady.folder import (
-    CANNOT,
-    FILES,
-    hold_lock,
-    replacement,
-    require_file,
-    sync_to_disk,
-)
+from steady.folder import CANNOT, FILES, hold_lock, replacement, require_file, sync_to_disk
 from steady.optim import load_state, optimizer_name
 from steady.output import shown, waiting
 from steady.tokenizer import TEMPLATES, Tokenizer, check_meta, from_meta
@@ -99,10 +90,7 @@ def require_plain(content: dict[str, Any], path: Path) -> None:
 
 
 def save(
-    path: Path,
-    content: dict[str, Any],
-    process: Process = SINGLE_PROCESS,
-    read_back: bool = True,
+    path: Path, content: dict[str, Any], process: Process = SINGLE_PROCESS, read_back: bool = True
 ) -> None:
     """Write `content` to `path`. A crash, a full disk or a disk that returns wrong bytes leaves the
     old file intact.
@@ -198,11 +186,10 @@ def write_parts(
         torch.accelerator.synchronize()  # each thread has its own stream
 
     def write(tensor: Tensor, offset: int) -> int:
-        part, first_row = distributed.local_shards([tensor])[0], 0
-        if distributed.is_sharded(tensor):
-            first_row = distributed.first_row(tensor)
-        elif not process.master:
+        part, sharded = distributed.local_shards([tensor])[0], distributed.is_sharded(tensor)
+        if not (sharded or process.master):
             return 0
+        first_row = distributed.first_row(tensor) if sharded else 0
         before = first_row * math.prod(part.shape[1:]) * part.element_size()
         return write_data(path, part, offset, before, tensor.nbytes - before - part.nbytes)
 
@@ -310,7 +297,7 @@ def try_save(
     if not overwrite and distributed.any_process(path.exists()):
         return True
     began, failed = time.perf_counter(), False
-    distributed.set_timeout(process, 60)  # the others wait while one process writes
+    distributed.set_timeout(60)  # the others wait while one process writes
     try:
         save(path, content, process, read_back)
         if process.master:
@@ -322,7 +309,7 @@ def try_save(
         say(f"warning: {path} was not saved{kept}: {reason}")
         failed = True
     failed = distributed.any_process(failed)
-    distributed.set_timeout(process)
+    distributed.set_timeout()
     return not failed
 
 
@@ -344,8 +331,7 @@ def resolve_init_from(init_from: str, path: Path, process: Process) -> str:
     if one and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
         return init_from
     return distributed.on_rank0_first(
-        process,
-        lambda: "resume" if peek(path, "launch") == distributed.launch_id() else init_from,
+        process, lambda: "resume" if peek(path, "launch") == distributed.launch_id() else init_from
     )
 
 
@@ -658,8 +644,8 @@ def resume(
     was = architecture(saved, type(asked), path).settings()
     if saved["pretrained"]:
         model_config = was | {key: model_config[key] for key in ("block_size", "dropout")}
-    tokenizers = ({"tokenizer": "gpt2"} | meta for meta in (saved["tokenizer"], data.tokenizer))
-    if next(tokenizers) != next(tokenizers):  # the data set determines it, not a setting
+    # the data set determines the tokenizer, not a setting
+    if {"tokenizer": "gpt2"} | saved["tokenizer"] != {"tokenizer": "gpt2"} | data.tokenizer:
         raise UserError(
             f"cannot resume {path}: the data set has a different tokenizer; use the --dataset that "
             "it was trained on, or another --out_dir"
@@ -690,14 +676,8 @@ def resume(
 
     best_val_loss, stale_files = distributed.on_rank0_first(process, decide)
     same = ("pretrained", "iter_num", "sequences", "optimizer", "scaler", "average")
-    return Start(
-        model_config,
-        weights=saved["model"],
-        best_val_loss=best_val_loss,
-        stale_files=tuple(stale_files),
-        source=path,
-        **{name: saved[name] for name in same},
-    )
+    kept = {name: saved[name] for name in same} | {"best_val_loss": best_val_loss}
+    return Start(model_config, saved["model"], stale_files=tuple(stale_files), source=path, **kept)
 
 
 def print_changes(

@@ -11,13 +11,8 @@ import torch
 import torch._functorch.config as functorch_config
 from torch import nn
 
+from steady import environment
 from steady.distributed import Process
-from steady.environment import (
-    cache_obstacle,
-    compile_obstacle,
-    expandable_segments,
-    provide_libcuda,
-)
 from steady.float8 import Float8Linear
 from steady.kernels import kernels_work
 from steady.recompute import repeated_blocks
@@ -54,7 +49,7 @@ class Plan:
             name += f" ({torch.cuda.get_device_name(device)})"
             if not kernels_work():
                 compiled += ", without custom kernels (slower, more memory)"
-            if not expandable_segments():
+            if not environment.expandable_segments():
                 compiled += ", without expandable segments"
             native = torch.cuda.is_bf16_supported(including_emulation=False)
             if process.dtype == torch.bfloat16 and not native:
@@ -82,10 +77,10 @@ def plan(compile: bool, mode: str, device: torch.device) -> Plan:
     # last eight years know them. With an older one the run falls back to eager and says so.
     if platform.machine() in ("x86_64", "AMD64"):
         os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
-    unwritable = cache_obstacle()
+    unwritable = environment.cache_obstacle()
     if device.type == "cuda":
-        provide_libcuda()
-    obstacle = (unwritable or compile_obstacle(device)) if compile else "compile=False"
+        environment.provide_libcuda()
+    obstacle = (unwritable or environment.compile_obstacle(device)) if compile else "compile=False"
     cuda_graphs = not obstacle and mode in GRAPH_MODES and device.type == "cuda"
     if cuda_graphs:  # print torch's reasons for not recording a graph
         logging.getLogger(SKIPS_LOG).addHandler(logging.StreamHandler())

@@ -290,10 +290,7 @@ class DataLoader:
 
 
 def eval_batches(
-    file: TokenFile,
-    batch_size: int,
-    n_sequences: int,
-    process: Process = SINGLE_PROCESS,
+    file: TokenFile, batch_size: int, n_sequences: int, process: Process = SINGLE_PROCESS
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor, float]]:
     """The same `n_sequences` windows every time, spread evenly over the file. Yields tokens,
     targets, and the batch's share of all windows, which is its weight in the mean loss.

@@ -26,7 +26,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.rendezvous import rendezvous
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from steady import UserError
@@ -45,7 +44,6 @@ class Process(NamedTuple):
     """This process: its rank, its device, and the dtype of its matmuls."""
 
     rank: int = 0
-    local_rank: int = 0  # rank on this machine
     world_size: int = 1
     parallel: str = "ddp"
     device: torch.device = torch.device("cpu")
@@ -112,9 +110,7 @@ def is_peer_failure(error: BaseException) -> bool:
     """Whether communication failed because another process died or hangs: its connection was
     closed, reset or refused, or timed out. The type tells torch's errors from the Hugging Face
     hub's, which mention connections too."""
-    return (
-        isinstance(error, RuntimeError) and re.search("onnection|imed out", str(error)) is not None
-    )
+    return isinstance(error, RuntimeError) and bool(re.search("onnection|imed out", str(error)))
 
 
 def this_process(
@@ -138,7 +134,7 @@ def this_process(
     # width=0: the processors of several machines may differ
     chosen = choose_device(device, local_rank if world_size > 1 else None)
     computed = choose_dtype(dtype, chosen, width if world_size == 1 else 0)
-    return Process(rank, local_rank, world_size, parallel, chosen, computed)
+    return Process(rank, world_size, parallel, chosen, computed)
 
 
 def require_torchrun() -> None:
@@ -202,7 +198,7 @@ def join(process: Process, backend: str) -> None:
     if backend != "gloo":  # small values need not wait for the GPU
         backend = "cpu:gloo,cuda:nccl" if process.device.type == "cuda" else "gloo"
     try:
-        store, _, _ = next(rendezvous("env://"))
+        store, _, _ = next(dist.rendezvous("env://"))
         store = dist.PrefixStore(rendezvous_prefix(store, process), store)
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
     except (ValueError, RuntimeError) as error:
@@ -318,7 +314,7 @@ def all_reduce_sum(tensor: Tensor) -> Tensor:
 TIMEOUT_MINUTES = 5.0  # minutes without an answer before a process counts as hung
 
 
-def set_timeout(process: Process, minutes: float | None = None) -> None:
+def set_timeout(minutes: float | None = None) -> None:
     """Set the timeout for communication, so that a hanging process ends the run. Before the
     training loop, torch's own timeouts apply: 10 minutes with NCCL, 30 with gloo."""
     if dist.is_initialized():
@@ -396,7 +392,6 @@ def shard(model: nn.Module, process: Process) -> None:
             broadcast(tensor)
     if not process.shards_model:
         return
-    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     scalars = [name for name, p in model.named_parameters() if p.dim() == 0]
@@ -408,7 +403,7 @@ def shard(model: nn.Module, process: Process) -> None:
         reduce_dtype=torch.float32,
         cast_forward_inputs=False,  # the rotary tables stay in float32
     )
-    mesh = init_device_mesh(process.device.type, (process.world_size,))
+    mesh = dist.init_device_mesh(process.device.type, (process.world_size,))
     for modules in initialized_groups(model, groups, process.device):
         fully_shard(modules, mesh=mesh, mp_policy=policy)
         modules[0].set_gradient_divide_factor(1.0)  # sum: the losses are already divided
@@ -561,12 +556,6 @@ def local_shards(tensors: list[Tensor]) -> list[Tensor]:
     if not tensors or not is_sharded(tensors[0]):
         return tensors
     return [tensor.to_local() for tensor in tensors]
-
-
-def total_norm(tensors: list[Tensor]) -> Tensor:
-    """The 2-norm (scalar) of all tensors together. All or none must be sharded."""
-    norm = torch.nn.utils.get_total_norm(local_shards(tensors))
-    return all_reduce_sum(norm.square()).sqrt() if is_sharded(tensors[0]) else norm
 
 
 def gather_full(state: Any) -> Any:

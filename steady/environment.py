@@ -6,7 +6,6 @@ import ctypes
 import os
 import re
 import shutil
-import sys
 import sysconfig
 import tempfile
 from pathlib import Path
@@ -32,8 +31,7 @@ def compile_obstacle(device: torch.device) -> str | None:
             return f"Triton needs compute capability 7.0, but this GPU has {major}.{minor}"
         if triton is None:
             return "Triton is not installed (pip install triton)"
-        problem = provide_libcuda()
-        if problem:
+        if problem := provide_libcuda():
             return problem
     language, variable, compilers = "C", "CC", ("cc", "gcc", "clang")  # as torch looks for them
     if device.type == "cpu":
@@ -45,8 +43,7 @@ def compile_obstacle(device: torch.device) -> str | None:
         names = ", ".join(compilers)
         return f"no {language} compiler on PATH ({names}): apt install build-essential"
     if not Path(sysconfig.get_path("include"), "Python.h").exists():  # compiled kernels include it
-        version = f"{sys.version_info.major}.{sys.version_info.minor}"
-        return f"Python.h is missing: apt install python{version}-dev"
+        return f"Python.h is missing: apt install python{sysconfig.get_python_version()}-dev"
     return None
 
 

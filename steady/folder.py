@@ -49,8 +49,7 @@ def claim(out_dir: Path, names: Sequence[str] = FILES) -> None:
     try:
         str(out_dir).encode()  # torch.save would raise an error for a name that is not UTF-8
         out_dir.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=out_dir):
-            pass
+        tempfile.TemporaryFile(dir=out_dir).close()
     except (OSError, UnicodeError) as error:
         reason = getattr(error, "strerror", error)
         raise UserError(f"cannot write to {out_dir}: {reason}") from None
@@ -169,13 +168,13 @@ def replacement(path: Path) -> Iterator[Path]:
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
-    if os.name == "posix":  # make the rename itself durable
-        with contextlib.suppress(OSError):  # the rename has succeeded, even if this fails
-            folder = os.open(path.parent, os.O_RDONLY)
-            try:
-                os.fsync(folder)
-            finally:
-                os.close(folder)
+    # make the rename itself durable, where the system can (Windows cannot open folders)
+    with contextlib.suppress(OSError):  # the rename has succeeded, even if this fails
+        folder = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
 
 
 @contextlib.contextmanager
@@ -199,9 +198,8 @@ def sync_to_disk(file: BinaryIO) -> None:
     except OSError as error:
         if error.errno not in CANNOT:
             raise
-    if hasattr(os, "posix_fadvise"):
-        with contextlib.suppress(OSError):  # only a hint
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    with contextlib.suppress(OSError, AttributeError):  # only a hint; not on macOS and Windows
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def crc_of_start(path: str | Path) -> int:

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from steady import UserError, muon
-from steady.distributed import is_sharded, local_rows, local_shards, own_memory, reshard, total_norm
+from steady import UserError, distributed, muon
+from steady.distributed import is_sharded, local_rows, local_shards, own_memory, reshard
 from steady.loss import LinearCrossEntropy
 from steady.recompute import repeated_blocks
 
@@ -53,7 +53,7 @@ class AdamW(torch.optim.AdamW):
 
     def state_dict(self) -> dict[str, Any]:
         """As in torch, but without parameters that you have removed from the groups."""
-        for parameter in self.state.keys() - {*all_parameters(self)}:
+        for parameter in self.state.keys() - {p for _, p in members(self)}:
             del self.state[parameter]
         return super().state_dict()
 
@@ -126,22 +126,14 @@ class Muon(AdamW):
                 self.state[parameter]["momentum"] = momentum
 
     def _init_group(self, group: dict[str, Any], *lists: list[Tensor]) -> bool:
-        """torch's AdamW.step calls this, and then updates the parameters in the lists."""
+        """torch's AdamW.step calls this, and then updates the parameters in the lists. For a group
+        of matrices the lists stay empty: this updates the matrices itself."""
         if not group.get("muon"):
             return super()._init_group(group, *lists)
-        self.update_matrices(group)
-        return False
-
-    @property
-    def muon_group(self) -> dict[str, Any]:
-        return next(group for group in self.param_groups if group.get("muon"))
-
-    def update_matrices(self, group: dict[str, Any]) -> None:
-        """Update the matrices of a group."""
         # skip those without a gradient, as torch's optimizers do
         used = [p for p in group["params"] if p.grad is not None]
         if not used:
-            return
+            return False
         for parameter in used:
             if "momentum" not in self.state[parameter]:  # a new one, or you have cleared the state
                 self.state[parameter] = self.initial_state(group, parameter)
@@ -172,6 +164,11 @@ class Muon(AdamW):
             torch._foreach_copy_(mean_squares, mean_square.unbind())
             if buffer is not momenta[0]._base:  # it is a copy
                 torch._foreach_copy_(momenta, buffer.unbind())
+        return False
+
+    @property
+    def muon_group(self) -> dict[str, Any]:
+        return next(group for group in self.param_groups if group.get("muon"))
 
 
 def stacked(tensors: list[Tensor]) -> Tensor:
@@ -261,11 +258,6 @@ def members(optimizer: torch.optim.Optimizer) -> list[tuple[dict[str, Any], nn.P
     return [(group, p) for group in optimizer.param_groups for p in group["params"]]
 
 
-def all_parameters(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
-    """The parameters of all groups, in the order of the optimizer's state."""
-    return [parameter for _, parameter in members(optimizer)]
-
-
 def optimizer_name(optimizer: torch.optim.Optimizer) -> str:
     """The optimizer's name in checkpoints: adamw or muon for ours, torch's name for others."""
     name = type(optimizer).__name__
@@ -309,7 +301,7 @@ def load_state(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
     own = {*optimizer.defaults, "params", "muon", "lr_scale"} - {"lr"}  # from this run's code
     for group, old in zip(optimizer.param_groups, groups, strict=False):
         group |= {name: value for name, value in old.items() if name not in own}  # a scheduler's
-    expected = sum(parameter in optimizer.state for parameter in all_parameters(optimizer))
+    expected = sum(parameter in optimizer.state for _, parameter in members(optimizer))
     if len(states) != expected:
         raise UserError(
             f"optimizer state for {len(states)} parameters, not {expected}: if you add parameter "
@@ -411,7 +403,7 @@ def clip_gradients(optimizer: torch.optim.Optimizer, limit: float) -> Tensor:
 
     Our optimizers skip such a step by themselves. For others, this function removes the gradients.
     """
-    parameters = all_parameters(optimizer)
+    parameters = [p for _, p in members(optimizer)]
     for parameter in parameters:
         gradient = parameter.grad  # torch.autograd.grad may expand one value
         if gradient is not None and (gradient.is_inference() or 0 in gradient.stride()):
@@ -421,9 +413,12 @@ def clip_gradients(optimizer: torch.optim.Optimizer, limit: float) -> Tensor:
         return torch.zeros((), device=parameters[0].device)
     if any(gradient.is_sparse for gradient in gradients):
         raise UserError("sparse gradients cannot be clipped: use nn.Embedding(..., sparse=False)")
-    grad_norm = total_norm(gradients)
+    shards = local_shards(gradients)
+    grad_norm = nn.utils.get_total_norm(shards)
+    if is_sharded(gradients[0]):
+        grad_norm = distributed.all_reduce_sum(grad_norm.square()).sqrt()
     if limit:
-        shards, factor = local_shards(gradients), (limit / grad_norm).clamp(max=1.0)
+        factor = (limit / grad_norm).clamp(max=1.0)
         for device in {shard.device for shard in shards}:
             own = [shard for shard in shards if shard.device == device]
             torch._foreach_mul_(own, factor.to(device))

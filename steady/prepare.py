@@ -98,16 +98,16 @@ def write_tokens(
     claim(folder, FILES)
     width, n_bytes, skipped = token_dtype(tokenizer).itemsize, dict.fromkeys(SPLITS, 0), []
     per_token = 1 if isinstance(tokenizer, CharTokenizer | ByteTokenizer) else 4  # bytes of text
-    needed, free = width * (max_tokens or size // per_token), shutil.disk_usage(folder).free
-    if needed > free:
-        raise UserError(
-            f"{folder} needs about {needed / 2**30:.1f} GiB, but {free / 2**30:.1f} are free: make "
-            "room, or use --out=FOLDER on another disk"
-        )
     encoded = encode_batches(tokenizer, batches(pieces), num_proc)
     n_batches = math.ceil((max_tokens * per_token or size) / BATCH)
     with contextlib.ExitStack() as stack:
         stack.callback((folder / ".lock").unlink, missing_ok=True)
+        needed, free = width * (max_tokens or size // per_token), shutil.disk_usage(folder).free
+        if needed > free:
+            raise UserError(
+                f"{folder} needs about {needed / 2**30:.1f} GiB, but {free / 2**30:.1f} are free: "
+                "make room, or use --out=FOLDER on another disk"
+            )
         files = {s: stack.enter_context(atomic_write(folder / f"{s}.bin")) for s in SPLITS}
         for ids, sizes, bad in waiting(encoded, n_batches, "tokenizing", unit="batch"):
             if bad and not skip_bad_rows:

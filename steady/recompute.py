@@ -41,9 +41,8 @@ def listed(module: nn.Module) -> Iterator[nn.Module]:
         if isinstance(child, nn.ModuleList) and not isinstance(child, ParametrizationList):
             yield from entries(child)
         elif isinstance(child, nn.Sequential):
-            single = {m for m in entries(child) if type(m).__module__.startswith("torch.nn.")
-                      and not [*m.children()]}  # fmt: skip
-            yield from (item for item in entries(child) if item not in single)
+            yield from (item for item in entries(child) if [*item.children()]
+                        or not type(item).__module__.startswith("torch.nn."))  # fmt: skip
         else:
             yield from listed(child)
 

@@ -112,34 +112,22 @@ class RunLog:
         seconds = self.seconds
         self.restart_clock(iter_num + 1)
         mfu = self.flops_per_iter / seconds / self.peak_flops if self.peak_flops else None
-        entry = {
-            "iter": iter_num,
-            "loss": loss,
-            "lr": lr,
-            "grad_norm": grad_norm,
-            "ms": seconds * 1e3,
-            "tokens_per_s": self.tokens_per_iter / seconds,
-            "mfu": mfu,
-            "memory_gib": memory_gib,
-        }
-        parts = [
-            f"iter {iter_num:6d}",
-            f"loss {loss:7.4f}",
-            f"lr {lr:.2e}",
-            f"norm {grad_norm:6.2f}",
-            f"{entry['ms']:8.1f} ms",
-            f"{entry['tokens_per_s']:9,.0f} tokens/s",
-        ]
+        ms, tokens_per_s = seconds * 1e3, self.tokens_per_iter / seconds
+        line = f"iter {iter_num:6d} | loss {loss:7.4f} | lr {lr:.2e} | norm {grad_norm:6.2f} | "
+        line += f"{ms:8.1f} ms | {tokens_per_s:9,.0f} tokens/s"
         if mfu is not None:
-            parts.append(f"mfu {mfu:6.1%}")
+            line += f" | mfu {mfu:6.1%}"
         if memory_gib is not None:
-            parts.append(f"{memory_gib:6.2f} GiB")
-        self.line(" | ".join(parts))
+            line += f" | {memory_gib:6.2f} GiB"
+        self.line(line)
         if self.bar is not None:
             memory = f", {memory_gib:.1f} GiB" if memory_gib is not None else ""
             self.bar.set_postfix_str(f"loss {loss:.4f}{memory}", refresh=False)
             self.bar.update(iter_num + 1 - self.bar.n)
-        self.write(entry)
+        self.write({
+            "iter": iter_num, "loss": loss, "lr": lr, "grad_norm": grad_norm, "ms": ms,
+            "tokens_per_s": tokens_per_s, "mfu": mfu, "memory_gib": memory_gib,
+        })  # fmt: skip
 
     def sample(self, iter_num: int, text: str) -> None:
         """Print a sample. Drawing it does not count as training time."""
@@ -163,10 +151,9 @@ class RunLog:
 
     def write(self, entry: dict[str, Any]) -> None:
         entry = {k: v.tolist() if hasattr(v, "tolist") else v for k, v in entry.items()}
-        entry = {  # JSON has no infinity
-            key: None if isinstance(value, float) and not math.isfinite(value) else value
-            for key, value in entry.items()
-        }
+        for key, value in entry.items():
+            if isinstance(value, float) and not math.isfinite(value):
+                entry[key] = None  # JSON has no infinity
         if self.keeps_metrics:
             try:
                 hold_lock(self.path.parent)

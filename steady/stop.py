@@ -14,16 +14,8 @@ from typing import Any
 import torch
 
 from configurator import one_line_errors
-from steady import UserError, checkpoint, memory, output
-from steady.distributed import (
-    Process,
-    any_process,
-    exit_now,
-    is_peer_failure,
-    launcher,
-    set_timeout,
-    stop,
-)
+from steady import UserError, checkpoint, distributed, memory, output
+from steady.distributed import Process
 
 # Warn, and end the run, after this many steps in a row with gradients that are not finite.
 # float16 starts with a few such steps, while GradScaler halves its scale.
@@ -62,7 +54,7 @@ class StopRequest:
 
     def stop_requested(self) -> bool:
         """Whether any process has received a signal. All processes must call it (an all-reduce)."""
-        return any_process(self.received)
+        return distributed.any_process(self.received)
 
     def receive(self, signum: int, frame: object) -> None:
         typed = signum == signal.SIGINT and self.process.world_size == 1 and not self.received
@@ -100,7 +92,7 @@ class Saving:
 
     def __enter__(self) -> "Saving":
         self.stop_request.training = True  # before, a signal ends the run at once
-        set_timeout(self.process)
+        distributed.set_timeout()
         if self.enabled:  # now, and not when the first save fails
             content = checkpoint.as_saved(self.state())
             checkpoint.require_plain(content, self.path)
@@ -121,13 +113,13 @@ class Saving:
             finished = iter_num >= state.get("config", {}).get("max_iters", 0)
             # only the first process looks: another machine may not have the file
             other = self.process.master and checkpoint.peek(self.path, "iter_num") != iter_num
-            if any_process(other) and not checkpoint.try_save(
+            if distributed.any_process(other) and not checkpoint.try_save(
                 self.path, state, self.process, self.say, read_back=finished
             ):
-                stop(self.process)
+                distributed.stop(self.process)
                 raise SystemExit(f"error: could not save the checkpoint of iteration {iter_num}")
         if error is None:
-            stop(self.process)
+            distributed.stop(self.process)
 
     def count_skipped(self, grad_norm: torch.Tensor | float) -> torch.Tensor:
         """The number of steps in a row whose gradients were not finite, this one included (scalar,
@@ -171,7 +163,7 @@ class Saving:
         if memory.is_out_of_memory(error):
             flags, happened = self.less_memory, "error: out of memory"
             traceback.clear_frames(trace)  # they may hold the memory that saving needs
-        elif process.world_size > 1 and is_peer_failure(error):
+        elif process.world_size > 1 and distributed.is_peer_failure(error):
             happened = "error: another process has ended or hangs"
         lines = [happened or "stopped by the error above"]
         if self.enabled and not isinstance(error, Diverged | KeyboardInterrupt | SystemExit):
@@ -189,7 +181,7 @@ class Saving:
             if happened or len(lines) > 1:
                 print(rank + "; ".join(lines), file=sys.stderr, flush=True)
             if process.world_size > 1:
-                exit_now(1)
+                distributed.exit_now(1)
 
         sys.excepthook = report
 
@@ -211,8 +203,7 @@ class Saving:
 def stop_message(iter_num: int, path: Path) -> str:
     """The last lines of a run that a signal has stopped: the checkpoint and the command that
     resumes. Ignores further signals: there is nothing left to stop."""
-    for signum in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(signum, signal.SIG_IGN)
+    on_signals(("SIGINT", "SIGTERM"), signal.SIG_IGN)
     command = resume_command(path.parent)
     return f"stopped at iteration {iter_num}, saved {path}; to resume:\n  {command}"
 
@@ -222,4 +213,4 @@ def resume_command(out_dir: Path, flags: Sequence[str] = ()) -> str:
     again = [f"--out_dir={out_dir}", *flags, "--init_from=resume"]  # a config may compute out_dir
     names = {flag.partition("=")[0] for flag in again}
     command = [argument for argument in sys.argv[1:] if argument.partition("=")[0] not in names]
-    return shlex.join([*launcher(), sys.argv[0], *command, *again])
+    return shlex.join([*distributed.launcher(), sys.argv[0], *command, *again])

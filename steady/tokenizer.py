@@ -202,14 +202,11 @@ class HFTokenizer:
         special_tokens: bool = False,
     ):
         try:
-            from tokenizers import Tokenizer
+            self.tokenizer = plain_tokenizer(content)
         except ImportError:
             raise UserError("this tokenizer needs tokenizers: pip install tokenizers") from None
-        try:
-            self.tokenizer = Tokenizer.from_str(content)
         except Exception as error:
             raise UserError(f"this is not a tokenizer.json: {error}") from None
-        make_plain(self.tokenizer)
         self.content, self.end_of_text, self.begin_of_text = content, end_of_text, begin_of_text
         ends = [] if end_of_text is None else [end_of_text]
         self.stop_tokens = list(dict.fromkeys([*ends, *stop_tokens]))
@@ -228,9 +225,7 @@ class HFTokenizer:
         if not special_tokens:  # encode their names as characters
             special = {id for id, token in self.added.items() if token.special}
             special |= {*self.stop_tokens} | {begin_of_text} - {None}
-            content = without_spellings(content, special - {*bytes_})
-            self.for_text = Tokenizer.from_str(content)
-            make_plain(self.for_text)
+            self.for_text = plain_tokenizer(without_spellings(content, special - {*bytes_}))
             self.for_text.encode_special_tokens = True
 
     def unknown(self) -> int | None:
@@ -300,12 +295,17 @@ class HFTokenizer:
         } | ({"special_tokens": True} if self.special_tokens else {})  # fmt: skip
 
 
-def make_plain(tokenizer: Any) -> None:
-    """Switch off truncation, padding and BPE dropout. Many files set them, for a model's inputs."""
+def plain_tokenizer(content: str) -> Any:
+    """The tokenizer of a tokenizer.json, without truncation, padding and BPE dropout. Many files
+    set them, for a model's inputs."""
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_str(content)
     tokenizer.no_truncation()
     tokenizer.no_padding()
     if getattr(tokenizer.model, "dropout", None):
         tokenizer.model.dropout = None
+    return tokenizer
 
 
 def without_spellings(content: str, ids: set[int]) -> str:
@@ -565,8 +565,7 @@ def write_hf_tokenizer(
     tokenizer = from_meta(meta)
     begin, end = tokenizer.begin_of_text, tokenizer.end_of_text
     if isinstance(tokenizer, HFTokenizer):
-        written = tokenizers.Tokenizer.from_str(tokenizer.content)
-        make_plain(written)
+        written = plain_tokenizer(tokenizer.content)
         first = [] if begin is None else [begin]
         if written.encode("").ids != first:
             names = [written.id_to_token(id) for id in first]
@@ -621,13 +620,12 @@ def write_hf_tokenizer(
         settings["add_prefix_space"] = before["add_prefix_space"]
     files = {"tokenizer.json": written.to_str(pretty=True)}
     files["tokenizer_config.json"] = json.dumps(settings, indent=2) + "\n"
-    if pretrained_files.get("special_tokens_map"):
-        special = json.dumps(pretrained_files["special_tokens_map"], indent=2)
-        files["special_tokens_map.json"] = special + "\n"
+    if special := pretrained_files.get("special_tokens_map"):
+        files["special_tokens_map.json"] = json.dumps(special, indent=2) + "\n"
     for name, text in pretrained_files.get(TEMPLATES, {}).items():
         files[f"{TEMPLATES}/{name}.jinja"] = text
-    if pretrained_files.get("chat_template"):
-        files["chat_template.jinja"] = pretrained_files["chat_template"]
+    if template := pretrained_files.get("chat_template"):
+        files["chat_template.jinja"] = template
     for name, text in files.items():
         (folder / name).parent.mkdir(exist_ok=True)
         with atomic_write(folder / name) as file:
@@ -701,10 +699,8 @@ def check_meta(meta: dict[str, Any], source: str, whole: bool = False) -> None:
     needed.add({"char": "alphabet", "hf": "json"}.get(kind))
     for key, holds in (TOKENIZER_VALUES | DATA_VALUES).items():
         if (key in meta or key in needed) and not holds(meta.get(key)):
-            value = (
-                f"has no valid value: {reprlib.repr(meta[key])}" if key in meta else "is missing"
-            )
-            raise UserError(f'{source}: "{key}" {value}: prepare the data set again')
+            flaw = f"has no valid value: {reprlib.repr(meta[key])}" if key in meta else "is missing"
+            raise UserError(f'{source}: "{key}" {flaw}: prepare the data set again')
     least = len(meta.get("alphabet", "")) or 1
     characters, size = least + (meta.get("end_of_text") is not None), meta.get("vocab_size", least)
     sizes = {"byte": 257, "gpt2": 50257, "char": characters, "hf": len(meta.get("json", ""))}

@@ -126,7 +126,7 @@ def test_f71_processes_of_one_start_meet_however_often_they_were_restarted():
         found = {}
 
         def meet(rank, found=found):
-            process = distributed.Process(rank, rank, 3)
+            process = distributed.Process(rank, 3)
             own = torch.distributed.TCPStore("127.0.0.1", store.port, is_master=False)
             found[rank] = distributed.rendezvous_prefix(own, process)
 

@@ -49,7 +49,7 @@ def test_a_computed_default_is_named(tmp_path, monkeypatch):
     ("text", "value"), [("8", 8), ("0.5", 0.5), ("full", "full"), ("", ""), ("true", True)]
 )
 def test_a_setting_without_a_default_takes_any_value(text, value):
-    settings = {"window": Setting("window", None, "", ""), "size": Setting("size", 3, "", "")}
+    settings = {"window": Setting(None, "", ""), "size": Setting(3, "", "")}
     config = resolve(settings, [f"--window={text}", "--size=4"])
     assert config == {"window": value, "size": 4}
     check_values(config)  # other scripts' choices do not count
@@ -285,8 +285,8 @@ def test_f35_help_lists_every_key_with_default_and_comment(settings, tmp_path, m
         configure({"__file__": str(tmp_path / "script.py")})
     assert end.value.code == 0
     shown = capsys.readouterr().out
-    for setting in settings.values():
-        assert f"--{setting.name}=" in shown and setting.comment in shown
+    for name, setting in settings.items():
+        assert f"--{name}=" in shown and setting.comment in shown
     assert "--rate=0.0006" in shown
 
 
@@ -331,7 +331,7 @@ def test_help_columns_line_up(settings):
 def test_help_fits_80_columns():
     comment = " ".join(["word"] * 40)
     names = ("a", "a_name_that_leaves_no_room_for_a_comment")
-    shown = describe({n: Setting(n, 1, comment, "section") for n in names}, "s.py", "")
+    shown = describe({n: Setting(1, comment, "section") for n in names}, "s.py", "")
     lines = shown.splitlines()[3:]
     assert max(map(len, lines)) <= 80 and " ".join(shown.split()).count(comment) == 2
     assert lines[0].startswith("  --a=1     ") and f"  --{names[1]}=1" in lines
@@ -339,7 +339,7 @@ def test_help_fits_80_columns():
 
 
 def test_help_keeps_sections_together_when_a_script_changes_what_it_shares(settings):
-    own = Setting("rate", 1e-3, "peak", "of its own")
+    own = Setting(1e-3, "peak", "of its own")
     shown = describe(settings | {"rate": own}, "s.py", "").splitlines()
     sections = [line for line in shown if line and not line.startswith("  --")][1:]
     assert sections == ["output", "training", "of its own"]

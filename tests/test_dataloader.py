@@ -70,7 +70,7 @@ def test_an_iteration_without_a_micro_batch_is_refused(ramp):
     with pytest.raises(ValueError, match="than 4 sequences .one micro-batch.: change settings"):
         loader(ramp, batch_size=4, accumulation=0)
     with pytest.raises(ValueError, match="fewer than 4 sequences"):
-        loader(ramp, batch_size=4, accumulation=1, process=Process(0, 0, 2))
+        loader(ramp, batch_size=4, accumulation=1, process=Process(0, 2))
 
 
 def test_step_is_a_pure_function_of_seed_and_step(ramp):
@@ -86,7 +86,7 @@ def test_global_batch_does_not_depend_on_its_split(ramp, batch_size, accumulatio
 
 
 def test_f26_processes_draw_disjoint_slices_of_the_same_global_batch(ramp):
-    parts = [first_tokens(loader(ramp, process=Process(r, r, 2)), 5) for r in range(2)]
+    parts = [first_tokens(loader(ramp, process=Process(r, 2)), 5) for r in range(2)]
     for step, expected in enumerate(first_tokens(loader(ramp), 5)):
         assert not set(parts[0][step]) & set(parts[1][step])
         assert sorted(parts[0][step] + parts[1][step]) == expected
@@ -140,8 +140,7 @@ def test_f23_validation_windows_are_fixed_and_divided_among_processes(ramp):
     starts = torch.cat(whole)[:, 0]
     assert starts[0] == 0 and starts[-1] == 1000 - 9 and (starts.diff() > 0).all()
     parts = [
-        [tokens for tokens, *_ in eval_batches(file, 4, 32, Process(rank, rank, 2))]
-        for rank in (0, 1)
+        [tokens for tokens, *_ in eval_batches(file, 4, 32, Process(rank, 2))] for rank in (0, 1)
     ]
     assert len(parts[0]) == len(parts[1]) == 4
     assert torch.equal(torch.cat(parts[0] + parts[1]).sort(0).values, torch.cat(whole))
@@ -152,7 +151,7 @@ def test_f15_an_evaluation_has_the_same_windows_however_it_is_split(ramp, batch_
     """A finer split must not change the loss: padding of the last batch does not count."""
     file, found, shares = TokenFile(ramp, 8, 2**16), [], 0.0
     for rank in range(processes):
-        place = Process(rank, rank, processes)
+        place = Process(rank, processes)
         for tokens, targets, share in eval_batches(file, batch_size, 10, place):
             assert tokens.shape == targets.shape == (batch_size, 8) and (tokens >= 0).all()
             if not share:  # no targets of -1 alone: their mean would be NaN with PyTorch's losses

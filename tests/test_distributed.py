@@ -388,7 +388,7 @@ def test_dropout_differs_between_processes_and_resumes_exactly(launch, tmp_path)
 def test_f23_every_process_evaluates_equally_many_batches(sums):
     file = TokenFile(sums / "val.bin", 16, 64)
     whole = [tokens for tokens, *_ in eval_batches(file, 2, 10)]
-    first, second = (list(eval_batches(file, 2, 10, Process(r, r, 2))) for r in (0, 1))
+    first, second = (list(eval_batches(file, 2, 10, Process(r, 2))) for r in (0, 1))
     assert len(whole) == 5 and len(first) == len(second) == 3
     assert torch.equal(torch.cat([b[0] for pair in zip(first, second, strict=True) for b in pair])
                        [:10], torch.cat(whole))  # fmt: skip
@@ -405,7 +405,7 @@ def test_f12_f59_gradients_are_exchanged_as_one_flat_tensor_and_stay_in_place(mo
     for parameter in parameters[::2]:
         parameter.grad = torch.ones_like(parameter)
     before = [p.grad for p in parameters]
-    sum_gradients(Process(0, 0, 2), torch.nn.ParameterList(parameters))
+    sum_gradients(Process(0, 2), torch.nn.ParameterList(parameters))
     assert calls == [4, 2 + 4 + 6]  # all flags, then all gradients
     assert [p.grad is None for p in parameters] == [False, False, False, True]
     assert (parameters[0].grad == 2).all() and (parameters[1].grad == 1).all()
@@ -418,7 +418,7 @@ def test_f59_what_only_the_optimizer_knows_is_summed_too(monkeypatch):
     own, other = (torch.nn.Parameter(torch.ones(2)) for _ in range(2))
     optimizer = torch.optim.SGD([own, other])
     own.grad, other.grad = torch.ones(2), torch.full((2,), 3.0)
-    sum_gradients(Process(0, 0, 2), torch.nn.ParameterList([own]), optimizer)
+    sum_gradients(Process(0, 2), torch.nn.ParameterList([own]), optimizer)
     assert own.grad.tolist() == [2, 2] and other.grad.tolist() == [6, 6]
 
 
@@ -434,7 +434,7 @@ def test_f59_all_processes_get_the_first_ones_buffers(monkeypatch):
     model.register_buffer("short", torch.ones(2, dtype=torch.int16))  # gloo cannot send this dtype
     model.register_buffer("expanded", torch.zeros(1).expand(3))
     model.register_buffer("table", torch.ones(2), persistent=False)
-    sum_gradients(Process(0, 0, 2, "fsdp"), model)
+    sum_gradients(Process(0, 2, "fsdp"), model)
     assert len(sent) == 5 and all(buffer.dtype == torch.uint8 for buffer in sent)
     received = {name for name, buffer in model.named_buffers() if not buffer.any()}
     running = {f"0.{name}" for name in ("running_mean", "running_var", "num_batches_tracked")}
@@ -444,7 +444,7 @@ def test_f59_all_processes_get_the_first_ones_buffers(monkeypatch):
 def test_f59_a_step_in_which_no_process_has_a_gradient_changes_nothing(monkeypatch):
     monkeypatch.setattr(distributed, "all_reduce_sum", lambda tensor: tensor)
     parameters = [torch.nn.Parameter(torch.ones(n, 2)) for n in (1, 2)]
-    sum_gradients(Process(0, 0, 2), torch.nn.ParameterList(parameters))
+    sum_gradients(Process(0, 2), torch.nn.ParameterList(parameters))
     assert all(p.grad is None for p in parameters)
 
 
@@ -487,7 +487,7 @@ def test_a_wrong_port_is_named(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ValueError, match="at MASTER_ADDR:MASTER_PORT: invalid literal .* 'x'"):
         config = {"backend": "gloo", "gradient_accumulation_steps": 2}
-        distributed.start(Process(0, 0, 2), config)
+        distributed.start(Process(0, 2), config)
 
 
 @pytest.mark.parametrize(
@@ -513,7 +513,7 @@ def test_only_an_exchange_can_find_that_another_process_has_ended():
 
 
 def test_f12_fsdp_with_cuda_graphs_is_refused_and_the_alternatives_named():
-    pair = Process(0, 0, 2, "fsdp", dtype=torch.bfloat16)
+    pair = Process(0, 2, "fsdp", dtype=torch.bfloat16)
     two = {"batch_size": 1, "gradient_accumulation_steps": 2}
     with pytest.raises(ValueError, match="use compile_mode=default .*, or parallel=ddp"):
         distributed.check(pair, two, cuda_graphs=True)
@@ -615,7 +615,7 @@ optim.clip_gradients = failing
 
 def test_saving_after_the_end_needs_no_process_group():
     """For example merged LoRA weights: the other processes have left."""
-    distributed.set_timeout(distributed.Process(world_size=2))
+    distributed.set_timeout()
 
 
 def test_f79_a_process_that_hangs_ends_the_run_in_minutes(launch, tmp_path):
@@ -707,7 +707,7 @@ def divided():
 
     torch.distributed.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
     model = GPT(GPTConfig(block_size=8, vocab_size=64, n_layer=8, n_head=2, n_embd=16))
-    distributed.shard(model, Process(0, 0, 2, "fsdp"))
+    distributed.shard(model, Process(0, 2, "fsdp"))
     yield model
     torch.distributed.destroy_process_group()
 

@@ -169,7 +169,7 @@ def test_f06_allocator_variable_is_set_before_torch_unless_the_user_did(user, ex
 
 def test_f05_a_mode_that_cannot_help_here_is_said_at_the_start(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Small GPU")
-    monkeypatch.setattr(compiling, "expandable_segments", lambda: False)
+    monkeypatch.setattr(compiling.environment, "expandable_segments", lambda: False)
     gpu = Process(device=torch.device("cuda"), dtype=torch.bfloat16)
     assert "without expandable segments" in Plan(None, "max-autotune", True).summary(gpu)
     shown = Plan(None, "reduce-overhead", False).summary(Process())

@@ -66,7 +66,7 @@ def test_with_fsdp_only_what_fits_by_the_estimate_is_tried(monkeypatch):
     monkeypatch.setattr(distributed, "gather_objects", lambda process, value: [value])
     keep = "set_reshard_after_forward"  # of a sharded model
     monkeypatch.setattr(torch.nn.Linear, keep, lambda *_: None, raising=False)
-    process = Process(0, 0, 4, "fsdp", dtype=torch.bfloat16)
+    process = Process(0, 4, "fsdp", dtype=torch.bfloat16)
     trial = runs_out_above(1000)
     found = fit_alone(trial, 64, 120, process)
     assert trial.tried == [16] and found.batch_size == 16
@@ -118,7 +118,7 @@ def test_the_rough_estimate_is_within_a_third_of_what_was_measured(sizes, batch_
 
 
 def test_fsdp_divides_the_estimates_weights_and_evaluating_takes_a_quarter():
-    one, four = (Process(0, 0, n, "fsdp", dtype=torch.bfloat16) for n in (1, 4))
+    one, four = (Process(0, n, "fsdp", dtype=torch.bfloat16) for n in (1, 4))
     whole, divided = (rough_gib(GPT2, 0, process) for process in (one, four))
     assert divided == whole / 4
     assert rough_gib(GPT2 | {"eval_only": True}, 0, one) == whole / 4

@@ -686,7 +686,7 @@ def test_muons_states_need_no_copies_and_may_have_them():
     for i in range(4):
         for optimizer in both:
             torch.manual_seed(i)
-            for parameter in optim.all_parameters(optimizer):
+            for _, parameter in optim.members(optimizer):
                 parameter.grad = torch.randn_like(parameter)
             matrices = optimizer.muon_group["params"]
             if i == 1:  # queries: other mean squares; output projections: other strides
@@ -702,7 +702,7 @@ def test_muons_states_need_no_copies_and_may_have_them():
             if i == 0:
                 assert all(copied) if optimizer is separate else not any(copied)
             optimizer.step()
-    for a, b in zip(*map(optim.all_parameters, both), strict=True):
+    for (_, a), (_, b) in zip(*map(optim.members, both), strict=True):
         assert torch.equal(a, b)
         states = stacked.state[a], separate.state[b]
         assert all(map(torch.equal, *(state.values() for state in states)))

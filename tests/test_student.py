@@ -990,4 +990,4 @@ def test_fsdp_names_the_parameters_that_it_cannot_divide():
     model = torch.nn.Module()
     model.scale = torch.nn.Parameter(torch.full((), 3.0))
     with pytest.raises(ValueError, match="cannot use .*scale: .* shape \\(1,\\)"):
-        distributed.shard(model, distributed.Process(0, 0, 2, "fsdp"))
+        distributed.shard(model, distributed.Process(0, 2, "fsdp"))

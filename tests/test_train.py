@@ -1072,8 +1072,8 @@ def test_metrics_may_be_tensors(tmp_path):
 def test_graphs_that_were_skipped_are_counted_and_their_reason_is_shown(monkeypatch, capsys):
     from torch._inductor.cudagraph_utils import log_cudagraph_skip_and_bump_counter
 
-    monkeypatch.setattr(compiling, "compile_obstacle", lambda device: None)
-    monkeypatch.setattr(compiling, "provide_libcuda", lambda: None)
+    monkeypatch.setattr(compiling.environment, "compile_obstacle", lambda device: None)
+    monkeypatch.setattr(compiling.environment, "provide_libcuda", lambda: None)
     monkeypatch.setattr(logging.getLogger(compiling.SKIPS_LOG), "handlers", [])
     counters = torch._dynamo.utils.counters["inductor"]
     monkeypatch.setitem(counters, "cudagraph_skips", 0)
