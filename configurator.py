@@ -196,7 +196,7 @@ def configs_for(dataset: str) -> list[Path]:
 
 def architecture_note(asked: dict[str, Any], config: dict[str, Any]) -> str | None:
     """A note about flags that ask for another architecture than that of the loaded weights; None if
-    there are none. `asked` are the settings after the command line, `config` the run's."""
+    there are none. `asked` are the settings as given, `config` the run's."""
     given = {argument.partition("=")[0] for argument in sys.argv[1:]}
     ignored = [
         f"--{name}={value} (it is {config[name]})"

@@ -193,7 +193,7 @@ def fingerprint(weight: Tensor) -> tuple:
     if weight.is_meta:
         return id(weight), weight._version  # the version counts in-place changes
     rows = torch.atleast_2d(weight.detach()).flatten(0, -2).contiguous()
-    kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # exact sums
+    kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # of bits: exact
     steps = rows.shape[1], rows.stride(0), rows.storage_offset()
     bits = rows.view(kinds[math.gcd(8, rows.itemsize * math.gcd(*steps))])  # the widest is fastest
     sums = bits.sum(dim=0), bits.sum(dim=1)

@@ -95,6 +95,7 @@ backend = "auto"  # for torch.distributed: auto, nccl, gloo
 config = configure(globals())
 # code that computes settings from others belongs here; all functions see its results
 config |= {name: globals()[name] for name in config}
+asked = dict(config)  # `config` changes if a checkpoint has another architecture
 
 # -----------------------------------------------------------------------------
 # this process: rank, device, dtype, how to compile
@@ -164,7 +165,7 @@ log.line(plan.summary(process, fp8 and not eval_only))
 log.line(f"model {raw_model.num_params():,} parameters, vocabulary {data.vocab_size} "
          f"({model_config.vocab_size} with padding)")  # fmt: skip
 log.line(data.summary(sequences_per_iter * block_size))
-log.settings(config, __file__)
+log.settings(config, asked, __file__)
 
 
 # -----------------------------------------------------------------------------

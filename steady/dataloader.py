@@ -231,7 +231,8 @@ class DataLoader:
         file: the training tokens.
         batch_size: sequences per micro-batch.
         accumulation: micro-batches per step, over all processes.
-        offset: windows drawn before step 0; non-zero after a resume with another global batch.
+        offset: added to the position in the data, so that a resume with another global batch goes
+            on where the run stopped.
     """
 
     def __init__(

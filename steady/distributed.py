@@ -224,18 +224,18 @@ def rendezvous_prefix(store: dist.Store, process: Process) -> str:
     Rank 0 publishes a token. The other ranks sign it with a random number until rank 0 returns
     their number. So no process uses the token of a dead one.
     """
-    mine, others = secrets.token_hex(8), range(1, process.world_size)
+    number, others = secrets.token_hex(8), range(1, process.world_size)
     if process.master:
-        store.set("steady/token", mine)
-        signed = {str(rank): store.get(f"steady/{mine}/{rank}").decode() for rank in others}
-        store.set(f"steady/{mine}", json.dumps(signed))
-        return mine
+        store.set("steady/token", token := number)
+        signed = {str(rank): store.get(f"steady/{token}/{rank}").decode() for rank in others}
+        store.set(f"steady/{token}", json.dumps(signed))
+        return token
     for _ in range(1800 * 20):  # half an hour
         token = store.get("steady/token").decode()
-        store.set(f"steady/{token}/{process.rank}", mine)
+        store.set(f"steady/{token}/{process.rank}", number)
         time.sleep(0.05)
         if store.check([f"steady/{token}"]):
-            if json.loads(store.get(f"steady/{token}")).get(str(process.rank)) == mine:
+            if json.loads(store.get(f"steady/{token}")).get(str(process.rank)) == number:
                 return token
     raise RuntimeError("the first process does not answer")
 

@@ -14,7 +14,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from configurator import architecture_note, read_settings, resolve
+from configurator import architecture_note, read_settings
 from steady import UserError, hardware, output
 from steady.distributed import SINGLE_PROCESS, Process
 from steady.folder import atomic_write, hold_lock, require_file
@@ -75,11 +75,11 @@ class RunLog:
         elif not self.quiet:
             print(text, flush=True)
 
-    def settings(self, config: dict[str, Any], script: str | Path) -> None:
-        """Print the settings that differ from the defaults of `script`; checkpoints store all."""
-        settings = read_settings(script)
-        asked, shown = resolve(settings, sys.argv[1:]), []
-        for name, setting in settings.items():
+    def settings(self, config: dict[str, Any], asked: dict[str, Any], script: str | Path) -> None:
+        """Print the settings that differ from the defaults of `script`; checkpoints store all.
+        asked: the settings as given. A note names those that a loaded architecture overrides."""
+        shown = []
+        for name, setting in read_settings(script).items():
             # 0 may mean "choose automatically"; other lines report the choice
             derived = type(setting.default) is int and setting.default == asked[name] == 0
             if config[name] != setting.default and not derived:

@@ -156,10 +156,8 @@ class Saving:
         """Save after an error. The line about the save appears below Python's own report of the
         error."""
         process, flags, happened = self.process, "", ""
-        whole = not any(
-            isinstance(frame.f_locals.get("self"), torch.optim.Optimizer)
-            for frame, _ in traceback.walk_tb(trace)
-        )  # in the middle of a step the weights do not match the iteration
+        frames = [frame for frame, _ in traceback.walk_tb(trace)]
+        in_step = any(isinstance(f.f_locals.get("self"), torch.optim.Optimizer) for f in frames)
         if memory.is_out_of_memory(error):
             flags, happened = self.less_memory, "error: out of memory"
             traceback.clear_frames(trace)  # they may hold the memory that saving needs
@@ -167,7 +165,7 @@ class Saving:
             happened = "error: another process has ended or hangs"
         lines = [happened or "stopped by the error above"]
         if self.enabled and not isinstance(error, Diverged | KeyboardInterrupt | SystemExit):
-            lines.append(self.save(whole))
+            lines.append(self.save(in_step))
             if self.path.is_file():
                 command = resume_command(self.path.parent, flags.split())
                 lines.append(f"to resume: {command}")
@@ -185,9 +183,9 @@ class Saving:
 
         sys.excepthook = report
 
-    def save(self, whole: bool) -> str:
+    def save(self, in_step: bool) -> str:
         """Save the state if possible; returns a description of the result."""
-        if not whole:
+        if in_step:  # the weights do not match the iteration
             return "the state was not saved: the error came in the middle of an optimizer step"
         if self.process.shards_model:
             return "the state was not saved: it is sharded across the processes"

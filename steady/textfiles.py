@@ -91,7 +91,7 @@ def pieces_of(
         yield from text_pieces(path, val_fraction, tokenizer)
         return
     with reading(path) as file:
-        phase = number * GOLDEN % 1  # each file begins elsewhere between two held-out rows
+        phase = number * GOLDEN % 1  # so that some of many small files have held-out rows too
         for row, (where, text, problem) in enumerate(rows_of(path, file, column)):
             before, after = (n * val_fraction + phase for n in (row, row + 1))
             split = "val" if int(after) > int(before) else "train"

@@ -310,8 +310,9 @@ def plain_tokenizer(content: str) -> Any:
 
 def without_spellings(content: str, ids: set[int]) -> str:
     """A tokenizer.json in which no text encodes to the tokens `ids`. Some models (Unigram,
-    WordLevel) have them in their vocabulary and would match them. Ordinary text among them stays:
-    characters, such as a line feed that ends samples, and what a BPE merges."""
+    WordLevel) have them in their vocabulary and would match them. Tokens that are ordinary text
+    stay: single characters (such as a line feed that ends samples), and the results of BPE merges.
+    """
     tokenizer = json.loads(content)
     added, model = tokenizer.get("added_tokens") or [], tokenizer["model"]
     vocabulary, merges = model.get("vocab"), model.get("merges") or []
