@@ -180,11 +180,10 @@ def encode_batch(
             bad.append(f"{piece.where}: {problem}")
             if piece.before or piece.after:  # no part of a text can be skipped
                 raise UserError(bad[-1])
-    joined = {s: np.concatenate(ids[s], dtype=np.int64, casting="unsafe") for s in SPLITS}
-    for found in joined.values():
-        if len(found) and not 0 <= found.min() <= found.max() < tokenizer.vocab_size:
-            raise UserError(f"the tokenizer gives ids outside of its {tokenizer.vocab_size}")
-    return {split: found.astype(dtype) for split, found in joined.items()}, n_bytes, bad
+    joined = {s: np.concatenate(ids[s], dtype=np.uint32, casting="unsafe") for s in SPLITS}
+    if any(len(found) and found.max() >= tokenizer.vocab_size for found in joined.values()):
+        raise UserError(f"the tokenizer gives ids outside of its {tokenizer.vocab_size}")
+    return {split: found.astype(dtype, copy=False) for split, found in joined.items()}, n_bytes, bad
 
 
 def encode_document(tokenizer: Tokenizer, piece: Piece) -> list[Sequence[int]]:

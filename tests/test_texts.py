@@ -227,10 +227,11 @@ def test_f61_a_data_set_made_without_the_token_is_no_data_for_such_a_model(tmp_p
 
 
 def test_f37_a_tokenizer_of_ones_own_gives_no_ids_outside_of_its_vocabulary(tmp_path):
-    tokenizer = CharTokenizer("ab")
-    tokenizer.table[ord("b")] = 2**16 + 1  # as 16 bits it would be 1
-    with pytest.raises(ValueError, match="the tokenizer gives ids outside of its 2"):
-        write_dataset(tmp_path, tokenizer, {"train": ["ab"], "val": ["ab"]})
+    for wrong in (2**16 + 1, -(2**16) + 1):  # as 16 bits they would be 1
+        tokenizer = CharTokenizer("ab")
+        tokenizer.encode_between = lambda *_, wrong=wrong: np.array([0, wrong])
+        with pytest.raises(ValueError, match="the tokenizer gives ids outside of its 2"):
+            write_dataset(tmp_path, tokenizer, {"train": ["ab"], "val": ["ab"]})
 
 
 def test_f61_a_run_on_bare_files_has_gpt2s_tokenizer(run, sums, gpt2_files, tmp_path):
