@@ -464,7 +464,9 @@ def require_initial_values(model: nn.Module, groups: list[list[nn.Module]]) -> N
     owners.append({p for module in others for p in module.parameters(recurse=False)})
     shared = [n for n, p in model.named_parameters() if sum(p in own for own in owners) > 1]
     refuse(shared, "do not share parameters across blocks")
-    config, kinds = model.config, [kind_of_block(block) for block in repeated_blocks(model)]
+    config = model.config
+    drawn = {model.get_parameter(name) for name in getattr(model, "draws", ())}
+    kinds = [kind_of_block(block, drawn) for block in repeated_blocks(model)]
     if is_dataclass(config) and hasattr(config, "n_layer"):
         n = min(config.n_layer, max([2, *(kinds.index(kind) + 1 for kind in kinds)]))
         meta = torch.device("meta")
@@ -482,11 +484,12 @@ def require_initial_values(model: nn.Module, groups: list[list[nn.Module]]) -> N
     refuse([n for n, t in ours if not equal_up_to_rounding(t, theirs[n])], SET_VALUES)
 
 
-def kind_of_block(block: nn.Module) -> list[tuple]:
-    """What tells blocks apart: their modules, and how often their tensors were changed in place."""
+def kind_of_block(block: nn.Module, drawn: set[nn.Parameter]) -> list[tuple]:
+    """What tells blocks apart: their modules, how often their tensors were changed in place, and
+    which of them are among those that the model has `drawn`."""
     tensors = [*block.named_parameters(), *block.named_buffers()]
     modules = [(name, type(module)) for name, module in block.named_modules()]
-    return modules + [(name, tensor._version) for name, tensor in tensors]
+    return modules + [(name, tensor._version, tensor in drawn) for name, tensor in tensors]
 
 
 def equal_up_to_rounding(a: Tensor, b: Tensor) -> bool:
