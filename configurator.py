@@ -114,8 +114,8 @@ def read_settings(script: str | Path) -> dict[str, Setting]:
             exec(compile(ast.fix_missing_locations(alone), str(script), "exec"), scope)
         except Exception:
             continue
-        parts = [part for target in targets for part in ast.walk(target)]
-        names = [part.id for part in parts if hasattr(part, "id") and type(part.ctx) is ast.Store]
+        parts = (part for target in targets for part in ast.walk(target) if hasattr(part, "id"))
+        names = [part.id for part in parts if isinstance(part.ctx, ast.Store)]
         above = takewhile(lambda line: line.startswith("#"), reversed(lines[: node.lineno - 1]))
         for line in above:  # the first line of a comment block names the section
             section = line.lstrip("# ")

@@ -62,6 +62,7 @@ def as_saved(content: dict[str, Any]) -> dict[str, Any]:
     for key, value in content.items():
         if key == "best_val_loss" and isinstance(value, Tensor) and value.numel() == 1:
             value = value.item()
+        # not dict(...), which would take a list of pairs for a dict
         saved[key] = {**value.state_dict()} if hasattr(value, "state_dict") else value
         if key == "optimizer" and hasattr(value, "state_dict"):
             saved[key] = {"kind": optimizer_name(value)} | saved[key]
@@ -379,18 +380,25 @@ def read(path: Path) -> dict[str, Any]:
 def load(path: Path, kinds: dict[str, type] = WEIGHTS_ONLY) -> dict[str, Any]:
     """`read` a checkpoint. Raises UserError unless it has all keys of `kinds`, of these types."""
     content = OPTIONAL | read(path)
-    for key, kind in kinds.items():
-        value = content.get(key)
-        bad = kind is int and type(value) is int and not 0 <= value < 2**62
-        if type(value) is not kind or bad or value != value:
-            found = f"is {reprlib.repr(value)}" if key in content else "is missing"
-            raise UserError(
-                f"{path} is incomplete or damaged: {key} {found} (expected a valid {kind.__name__})"
-            )
+    for key in lacking(content, kinds):
+        found = f"is {reprlib.repr(content[key])}" if key in content else "is missing"
+        expected = f"(expected a valid {kinds[key].__name__})"
+        raise UserError(f"{path} is incomplete or damaged: {key} {found} {expected}")
     if content["pretrained"] is not None:
         check_metadata(content["pretrained"], f"{path}, pretrained")
     check_meta(content["tokenizer"], f"{path}, tokenizer")
     return content
+
+
+def lacking(content: dict[str, Any], kinds: dict[str, type]) -> list[str]:
+    """The keys of `kinds` for which `content` has no valid value of that type."""
+
+    def is_valid(value: Any, kind: type) -> bool:
+        if type(value) is not kind or value != value:  # NaN
+            return False
+        return kind is not int or 0 <= value < 2**62
+
+    return [key for key, kind in kinds.items() if not is_valid(content.get(key), kind)]
 
 
 def check_metadata(metadata: Any, source: str) -> None:

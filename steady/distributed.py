@@ -485,8 +485,8 @@ def require_initial_values(model: nn.Module, groups: list[list[nn.Module]]) -> N
 
 
 def kind_of_block(block: nn.Module, drawn: set[nn.Parameter]) -> list[tuple]:
-    """What tells blocks apart: their modules, how often their tensors were changed in place, and
-    which of them are among those that the model has `drawn`."""
+    """The properties that tell blocks apart: their modules, how often their tensors were changed in
+    place, and which of them are among those that the model has `drawn`."""
     tensors = [*block.named_parameters(), *block.named_buffers()]
     modules = [(name, type(module)) for name, module in block.named_modules()]
     return modules + [(name, tensor._version, tensor in drawn) for name, tensor in tensors]

@@ -96,11 +96,9 @@ class Saving:
         if self.enabled:  # now, and not when the first save fails
             content = checkpoint.as_saved(self.state())
             checkpoint.require_plain(content, self.path)
-            needed = checkpoint.EVERYTHING.items()
-            needed = {key: kind for key, kind in needed if key not in checkpoint.OPTIONAL}
-            if lacking := sorted(k for k in needed if type(content.get(k)) is not needed[k]):
-                self.say(f"note: {self.path} cannot be resumed: it lacks a valid "
-                         + ", ".join(lacking))  # fmt: skip
+            keys = checkpoint.lacking(checkpoint.OPTIONAL | content, checkpoint.EVERYTHING)
+            if keys:
+                self.say(f"note: {self.path} cannot be resumed: it lacks a valid {', '.join(keys)}")
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: Any) -> None:

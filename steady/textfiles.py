@@ -61,13 +61,15 @@ def files_matching(pattern: str) -> list[Path]:
     parts = given.relative_to(given.anchor).parts
     parts = [part if part == "**" else part.replace("**", "*") for part in parts]
     parts += ["*"] * (parts[-1] == "**")
-    named = [part for part in parts if part[0] == "."]  # hidden ones, such as .* or .cache
+
+    def hidden(part: str) -> bool:
+        """Whether part of a path begins with a dot and matches no part of the pattern that does."""
+        return part[0] == "." and not any(p[0] == "." and fnmatch(part, p) for p in parts)
 
     def matches(n: int) -> list[Path]:
         """The paths that match the first n parts of the pattern."""
         found = Path(given.anchor).glob("/".join(parts[:n]))
-        hidden = ((path, [p for p in path.parts if p[0] == "."]) for path in found)
-        return [path for path, ps in hidden if all(any(fnmatch(p, n) for n in named) for p in ps)]
+        return [path for path in found if not any(map(hidden, path.parts))]
 
     for n in range(1, len(parts)):
         needed = os.X_OK | (os.R_OK if re.search(r"[*?\[]", parts[n]) else 0)  # to list it
