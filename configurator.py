@@ -78,7 +78,7 @@ RANGES = (
 )  # fmt: skip
 
 
-PLAIN = bool | int | float | str | list | tuple | dict  # types of settings; and None
+PLAIN = numbers.Number | str | list | tuple | dict  # types of settings; and None
 ARITHMETIC = {f.__name__: f for f in (abs, float, int, max, min, round, str)}  # for defaults
 NUMBERS = {int: numbers.Integral, float: numbers.Real}  # numbers of these types are converted
 PATHS = ("out_dir", "dataset", "init_from", "to", "input", "out", "data")  # may begin with ~/
@@ -92,14 +92,17 @@ class Setting(NamedTuple):
     section: str
 
 
-def read_settings(script: str | Path) -> dict[str, Setting]:
+def read_settings(
+    script: str | Path, namespace: dict[str, Any] | None = None
+) -> dict[str, Setting]:
     """Read a script's settings from its source without running it.
 
     Settings are module-level assignments of plain values, or of arithmetic with them, before the
-    call of `configure`.
+    call of `configure`. If the script runs, its `namespace` has the values of any expression.
     """
     source = Path(script).read_text(encoding="utf-8")
     lines, settings, section = source.split("\n"), {}, ""  # as ast counts
+    scope = {"__builtins__": ARITHMETIC, "math": math}
     for node in ast.parse(source).body:
         called = getattr(getattr(node, "value", None), "func", None)
         if getattr(called, "id", "") == "configure":
@@ -107,13 +110,10 @@ def read_settings(script: str | Path) -> dict[str, Setting]:
         if not isinstance(node, ast.Assign | ast.AnnAssign):
             continue
         targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-        scope = {"__builtins__": ARITHMETIC, "math": math}
-        scope |= {name: setting.default for name, setting in settings.items()}
-        try:  # such as 5 * 8, or learning_rate / 10; not the results of other functions
+        with contextlib.suppress(Exception):  # such as 5 * 8, or learning_rate / 10
             alone = ast.Module([ast.Assign(targets, node.value)], [])
             exec(compile(ast.fix_missing_locations(alone), str(script), "exec"), scope)
-        except Exception:
-            continue
+        values = scope | (namespace or {})
         parts = (part for target in targets for part in ast.walk(target) if hasattr(part, "id"))
         names = [part.id for part in parts if isinstance(part.ctx, ast.Store)]
         above = takewhile(lambda line: line.startswith("#"), reversed(lines[: node.lineno - 1]))
@@ -122,8 +122,8 @@ def read_settings(script: str | Path) -> dict[str, Setting]:
         comment = lines[node.end_lineno - 1].encode()[node.end_col_offset :].decode()
         for name in names:
             skipped = name.isupper() or name.startswith("_")  # a constant, or private
-            if not skipped and isinstance(scope.get(name, ...), PLAIN | None):
-                settings[name] = Setting(scope[name], comment.lstrip("# "), section)
+            if not skipped and isinstance(values.get(name, ...), PLAIN | None):
+                settings[name] = Setting(values[name], comment.lstrip("# "), section)
     return settings
 
 
@@ -162,10 +162,7 @@ def configure(
         if "ipykernel" in sys.modules:
             sys.argv = [namespace["__file__"]]
     settings = read_settings(HERE / base) if base else {}
-    own = read_settings(namespace["__file__"])  # a notebook cell may have edited the defaults
-    settings |= {
-        name: s._replace(default=namespace.get(name, s.default)) for name, s in own.items()
-    }
+    settings |= read_settings(namespace["__file__"], namespace)
     if {"--help", "-h"} & set(sys.argv[1:]):
         about = (namespace.get("__doc__") or "").partition("\n\n")[0]
         print(describe(settings, sys.argv[0], positional, about))

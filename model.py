@@ -92,22 +92,13 @@ class GPTConfig:
         return asdict(self)
 
 
-class RMSNorm(nn.Module):
+class RMSNorm(nn.RMSNorm):
     """x / rms(x) * weight in float32, returned in x's dtype (Zhang and Sennrich 2019)."""
-
-    def __init__(self, size: int, eps: float):
-        super().__init__()
-        self.eps = eps
-        self.weight = nn.Parameter(torch.empty(size))
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        nn.init.ones_(self.weight)
 
     def forward(self, x: Tensor) -> Tensor:
         # the fused kernel computes in float32 but needs x and weight in the same dtype
         values = x if x.dtype == self.weight.dtype else x.float()
-        return F.rms_norm(values, self.weight.shape, self.weight, self.eps).type_as(x)
+        return super().forward(values).type_as(x)
 
 
 def rope_tables(positions: Tensor, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:

@@ -35,13 +35,21 @@ def settings(tmp_path):
     return read_settings(path)
 
 
-def test_a_computed_default_is_named(tmp_path, monkeypatch):
-    """nanoGPT computes its default dtype."""
+def test_a_setting_may_have_any_default_with_a_plain_value(tmp_path, monkeypatch):
+    """nanoGPT computes its default dtype. The model ignored n_head = HEADS silently."""
     path = tmp_path / "script.py"
-    path.write_text('dtype = "bfloat16" if len("two") == 2 else "float16"\n' + SCRIPT)
-    monkeypatch.setattr(sys, "argv", [str(path), "--dtype=float32"])
+    computed = 'dtype = "bfloat16" if len("two") == 2 else "float16"\nHEADS = 4\nn_head = HEADS\n'
+    path.write_text(computed + "folder = open\n" + SCRIPT)
+    assert {"n_head"} == read_settings(path).keys() - {"out_dir", "steps", "rate", "fast", "start"}
     namespace = {"__file__": str(path), "configure": configure}
-    with pytest.raises(ValueError, match="unknown setting '--dtype=.*lists all .*plain value"):
+    monkeypatch.setattr(sys, "argv", [str(path)])
+    exec(path.read_text(), namespace)
+    assert namespace["config"]["dtype"] == "float16" and namespace["config"]["n_head"] == 4
+    monkeypatch.setattr(sys, "argv", [str(path), "--dtype=float32"])
+    exec(path.read_text(), namespace)
+    assert namespace["dtype"] == "float32"
+    monkeypatch.setattr(sys, "argv", [str(path), "--folder=here"])
+    with pytest.raises(ValueError, match="unknown setting '--folder=.*lists all .*plain value"):
         exec(path.read_text(), namespace)
 
 
