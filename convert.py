@@ -105,8 +105,9 @@ def translated(theirs: dict[str, Any]) -> dict[str, Any]:
     rope = theirs.get("rope_scaling") or theirs.get("rope_parameters") or {}
     rope_type = rope.get("rope_type", rope.get("type", "default"))
     heads, longest = theirs.get("num_attention_heads"), theirs.get("max_position_embeddings", 2048)
-    window = theirs.get("sliding_window", 4096 if kind == "mistral" and longest > 4096 else None)
-    if kind == "qwen3" and not theirs.get("use_sliding_window", False):
+    window = theirs.get("sliding_window", 4096 if kind == "mistral" else None)
+    unused = kind == "llama" or kind == "qwen3" and not theirs.get("use_sliding_window", False)
+    if unused or window is not None and window >= longest:
         window = None
     unsupported = {
         f"model_type {kind}": kind not in ("llama", "mistral", "qwen3"),
@@ -133,7 +134,8 @@ def translated(theirs: dict[str, Any]) -> dict[str, Any]:
         "n_kv_head": theirs.get("num_key_value_heads") or heads,
         "n_embd": theirs["hidden_size"],
         "n_hidden": theirs["intermediate_size"],
-        "head_dim": theirs.get("head_dim") or theirs["hidden_size"] // heads,
+        "head_dim": theirs.get("head_dim", 128 if kind == "qwen3" else None)
+        or theirs["hidden_size"] // heads,
         "rope_theta": float(theta),
         "norm_eps": theirs.get("rms_norm_eps", 1e-6),
         "qk_norm": kind == "qwen3",

@@ -109,7 +109,7 @@ def stream(new: torch.Tensor) -> bool:
     if num_samples == 1:
         ids.append(new.item())
         text = text_of(ids)
-        if not text.endswith("\ufffd"):
+        if not text.endswith("\ufffd") and text.startswith(printed):
             print(show(text[len(printed) :]), end="", flush=True)
             printed = text
     if not len(ends):
@@ -132,7 +132,9 @@ with autocast:
     )  # fmt: skip
 seconds = max(time.perf_counter() - began, 1e-9)
 if num_samples == 1:
-    print(show(text_of(ids)[len(printed) :]))
+    text = text_of(ids)
+    changed = "" if text.startswith(printed) else "\n"  # by a decoder that replaces text
+    print(changed + show(text.removeprefix(printed)))
 else:
     for sample in samples[:, len(prompt) :].tolist():
         print(show(text_of(sample)))

@@ -197,7 +197,8 @@ class TokenFile:
                 largest = max(np.memmap(p, self.dtype, "r").max() for p in files if p.exists())
                 least = math.ceil((int(largest) + 1) / 64) * 64
                 where = (
-                    f"model's vocabulary has {self.vocab_size}: retrain with --vocab_size={least}"
+                    f"model's vocabulary has {self.vocab_size} (resize_token_embeddings of "
+                    f"transformers enlarges a pretrained one): retrain with --vocab_size={least}"
                 )
             raise UserError(f"{self.path} holds token id {ids.max()}, but the {where}")
 

@@ -38,7 +38,9 @@ GPT2_FILES = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main"
 PIECE = 2**18  # characters of a long text to tokenize at a time
 BORDER = re.compile(r"(?<=\S)[ \t\r\n]|(?<=[。！？])(?=[^\W_])")  # hardly any token crosses these
 ANYWHERE = re.compile("")  # for characters and bytes
+NOWHERE = re.compile(r"(?!)")  # for tokens that depend on their place in the text
 WINDOW = 2**11  # characters to look at on each side of a cut
+CONTROL = re.compile(r"<.+>|\[.+\]")  # names of tokens that are no ordinary text
 
 
 def cut_text(
@@ -50,6 +52,8 @@ def cut_text(
     before, after: at least WINDOW characters of the text around it, if it is part of a longer one.
     """
     border = ANYWHERE if isinstance(tokenizer, CharTokenizer | ByteTokenizer) else BORDER
+    if '"FixedLength"' in getattr(tokenizer, "content", ""):
+        border = NOWHERE
     text, start, length = "", 0, PIECE  # text[start:] is left, and a cut is due after `length`
     for chunk in chunks:
         if start:
@@ -311,7 +315,8 @@ def plain_tokenizer(content: str) -> Any:
 def without_spellings(content: str, ids: set[int]) -> str:
     """A tokenizer.json in which no text encodes to the tokens `ids`. Some models (Unigram,
     WordLevel) have them in their vocabulary and would match them. Tokens that are ordinary text
-    stay: single characters (such as a line feed that ends samples), and the results of BPE merges.
+    stay (such as a line feed that ends samples): the results of BPE merges, and names that are
+    neither in brackets nor special.
     """
     tokenizer = json.loads(content)
     added, model = tokenizer.get("added_tokens") or [], tokenizer["model"]
@@ -325,10 +330,11 @@ def without_spellings(content: str, ids: set[int]) -> str:
     else:
         names = {id: vocabulary[id][0] for id in ids if id < len(vocabulary or ())}
     bare = {name: name.removesuffix(suffix).removeprefix(prefix) for name in names.values()}
-    ordinary = {*results, *(name for name in bare if len(bare[name]) < 2)}
+    ordinary = {*results, *(name for name in bare if not CONTROL.fullmatch(bare[name]))}
     names = {id: name for id, name in names.items() if name not in ordinary}
     for token in added:
-        if token["id"] in ids and len(token["content"]) > 1:
+        control = token["special"] or CONTROL.fullmatch(token["content"])
+        if token["id"] in ids and control and len(token["content"]) > 1:
             names[token["id"]] = token["content"]
         elif len(token["content"]) < 2:  # a line feed, for example, is ordinary text
             token["special"] = False
@@ -366,8 +372,10 @@ def encode_prompt(tokenizer: Tokenizer, text: str) -> list[int]:
         texts = text.split("<|endoftext|>") if end is not None else [text]
         parts = [tokenizer.encode(part) for part in texts]
         ids = parts[0] + [id for part in parts[1:] for id in (end, *part)]
-    if begin is not None and ids[:1] != [begin]:
-        ids = [begin, *ids]
+    if begin is not None:
+        # text that encodes to it, such as a line feed
+        ordinary = isinstance(tokenizer, HFTokenizer) and tokenizer.makes(begin, text)
+        ids = ids if ids[:1] == [begin] and not ordinary else [begin, *ids]
     if not ids and end is None:
         raise UserError("it is empty: give the model at least one character to continue")
     return ids or [end]
@@ -404,6 +412,7 @@ DATA_VALUES = {  # its other keys
     **{key: lambda v: isinstance(v, dict) and all(map(is_count, v.values()))
        for key in ("tokens", "bytes", "begins")},
 }  # fmt: skip
+ROLES = ("bos", "unk", "pad", "mask", "cls")  # of tokens that end no text
 TEMPLATES = "additional_chat_templates"  # transformers' folder of named templates
 
 
@@ -476,11 +485,14 @@ def hf_tokenizer_meta(folder: Path) -> dict[str, Any]:
     named = [vocabulary[name] for name in names if name in vocabulary]
     # a config.json may have transformers' default ids, which this tokenizer gives to other tokens
     usable = {*tokenizer.tokenizer.get_added_tokens_decoder()}
-    if named:
-        usable -= {*before, vocabulary.get(spelling(settings.get("unk_token")))}
+    if named:  # generation_config.json, read last, may name a token with another role
+        confirmed = {*found} if isinstance(found, list) else {found}
+        roles = [content.get(f"{role}_token") for content in (settings, special) for role in ROLES]
+        usable -= {vocabulary.get(spelling(token)) for token in roles} - confirmed
+        usable -= {*before, tokenizer.unknown()}
         usable |= {*named}
     else:  # files without added tokens may have </s> or [EOS] as a word
-        usable |= {id for name, id in vocabulary.items() if re.fullmatch(r"<.+>|\[.+\]", name)}
+        usable |= {id for name, id in vocabulary.items() if CONTROL.fullmatch(name)}
         usable = usable or {*ends}
     if ends and (named or ends[0] not in usable):
         for id in dict.fromkeys(id for id in ends if id not in usable):
@@ -659,21 +671,32 @@ def load_tokenizer(name: str, special_tokens: bool = False) -> Tokenizer:
                 f"warning: no file of {source} has an end-of-text token: documents will not be "
                 "separated, and samples will only end at their maximum length"
             )
-        content = json.loads(meta["json"])
-        model, parts = content["model"], [content.get(k) for k in ("normalizer", "pre_tokenizer")]
-        drops = model.get("type") == "BPE" and not model.get("unk_token")
-        if drops and not model.get("byte_fallback") and "'ByteLevel'" not in str(parts):
+        if drops_characters(tokenizer := from_meta(meta | {"special_tokens": special_tokens})):
             print(
                 f"warning: {source} drops characters that are not in its vocabulary: they make no "
                 "tokens, but bits per byte counts them"
             )
-        return from_meta(meta | {"special_tokens": special_tokens})
+        return tokenizer
     if name not in ("gpt2", "byte"):
         raise UserError(
             f"unknown tokenizer={name!r}: use gpt2, byte or hf:PATH_OR_HUB_ID "
             "(data/text/prepare.py also takes char, bpe:SIZE (bpe:8192) and run:FOLDER)"
         )
     return from_meta({"tokenizer": name, "special_tokens": special_tokens})
+
+
+def drops_characters(tokenizer: HFTokenizer) -> bool:
+    """Whether it is a BPE without an unknown token that lacks some bytes, or works on characters.
+    (By default `tokenizers` trains a byte-level BPE with the bytes of its texts only.)"""
+    from tokenizers import pre_tokenizers
+
+    content = json.loads(tokenizer.content)
+    if content["model"].get("type") != "BPE" or content["model"].get("unk_token"):
+        return False
+    if "'ByteLevel'" in str([content.get(key) for key in ("normalizer", "pre_tokenizer")]):
+        vocabulary = tokenizer.tokenizer.get_vocab(with_added_tokens=True)
+        return not vocabulary.keys() >= {*pre_tokenizers.ByteLevel.alphabet()}
+    return not content["model"].get("byte_fallback") or tokenizer.byte_ids is None
 
 
 def same_tokenizer(one: dict[str, Any], other: dict[str, Any]) -> bool:

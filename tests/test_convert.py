@@ -102,7 +102,7 @@ def test_older_config_files_are_understood(tmp_path):
          "rope scaling llama3"),
         ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "rope scaling yarn"),
         ({"rope_scaling": {"type": "linear", "factor": 4.0}}, "rope scaling linear"),
-        ({"sliding_window": 4096}, "sliding_window 4096"),
+        ({"model_type": "mistral", "sliding_window": 8}, "sliding_window 8"),
         ({"model_type": "mistral", "max_position_embeddings": 8192}, "sliding_window 4096"),
         ({"is_causal": False}, "is_causal"),
         ({"attention_bias": True}, "attention_bias"),

@@ -195,6 +195,25 @@ def test_a_tokenizer_that_drops_the_first_space_keeps_the_one_after_the_prompt(r
     assert sample(run, *arguments, "--num_samples=2") == "a b a b a\n---------------\n" * 2
 
 
+def test_a_decoder_that_changes_what_it_wrote_loses_no_text(run, tmp_path):
+    import tokenizers
+
+    words = {"a": 0, "⏎": 1, "b": 2}
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="a"))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    made.decoder = tokenizers.decoders.Sequence(
+        [tokenizers.decoders.WordPiece(cleanup=False), tokenizers.decoders.Fuse(),
+         tokenizers.decoders.Replace(" ⏎ ", "\n")]
+    )  # fmt: skip
+    text = ["a ⏎ b ⏎ " * 100]
+    write_dataset(tmp_path / "data", HFTokenizer(made.to_str(), None), {"train": text, "val": text})
+    run("train.py", *TINY, f"--dataset={tmp_path / 'data'}", f"--out_dir={tmp_path}",
+        "--max_iters=100", "--lr_decay_iters=100")  # fmt: skip
+    arguments = tmp_path, "--start=a ⏎ b ⏎ a", "--temperature=0", "--max_new_tokens=4"
+    assert sample(run, *arguments, "--num_samples=2").startswith("a ⏎ b ⏎ a\nb\na\n---")
+    assert sample(run, *arguments, "--num_samples=1").endswith("\na ⏎ b ⏎ a\nb\na\n")
+
+
 def test_nanogpts_two_commands_work_one_after_the_other(run, sums, tmp_path, monkeypatch):
     """The config and sample.py use the same folder, and a config selects the model to sample."""
     config = str(ROOT / "config" / "train_openwebtext.py")

@@ -196,6 +196,15 @@ def test_f61_the_template_decides_as_it_does_for_transformers(tmp_path, begin, a
     assert transformers.AutoTokenizer.from_pretrained(tmp_path)("a").input_ids == theirs
 
 
+def test_f61_a_line_feed_that_begins_all_texts_is_no_less_text(tmp_path):
+    line_feed = byte_level(["</s>"]).token_to_id("Ċ")
+    found = HFTokenizer(byte_level(["</s>"]).to_str(), 0, begin_of_text=line_feed)
+    assert encode_prompt(found, "a") == [line_feed, *found.encode("a")]
+    assert encode_prompt(found, "\na") == [line_feed, line_feed, *found.encode("a")]
+    found = HFTokenizer(byte_level(["</s>", "<s>"]).to_str(), 0, begin_of_text=1)
+    assert encode_prompt(found, "<s>a") == encode_prompt(found, "a") == [1, *found.encode("a")]
+
+
 def test_f61_templates_with_several_tokens_are_refused_and_odd_names_kept(tmp_path):
     special = ["<begin of text>", "<bos:1>", "$A", "</s>"]
     tokenizer = byte_level(special)
@@ -281,6 +290,19 @@ def test_f62_end_of_text_is_found_where_tokenizers_keep_it(tmp_path, capsys):
     (tmp_path / "config.json").write_text('{"eos_token_id": null}')
     (tmp_path / "tokenizer_config.json").write_text(settings)
     assert load_tokenizer(f"hf:{tmp_path}").end_of_text == 0
+
+
+@pytest.mark.parametrize("stale", [0, 2, 3, 4, [1, 2]])
+def test_f62_a_stale_id_in_config_json_ends_no_document(tmp_path, stale):
+    """transformers' default is 2, which was <pad> here: each document ended with it."""
+    tokenizer = byte_level(["<s>", "</s>", "<pad>", "<unk>", "[MASK]"])
+    save_model(tmp_path, tokenizer, eos=stale, generation_eos=1, bos_token="<s>", eos_token="</s>",
+               pad_token="<pad>", mask_token="[MASK]")  # fmt: skip
+    (tmp_path / "special_tokens_map.json").write_text('{"unk_token": "<unk>"}')
+    found = load_tokenizer(f"hf:{tmp_path}")
+    assert found.end_of_text == 1 and found.stop_tokens == [1]
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [1, 2]}')
+    assert load_tokenizer(f"hf:{tmp_path}").stop_tokens in ([1, 2], [2, 1])  # as Qwen's
 
 
 @pytest.mark.parametrize("kind", ["char", "byte"])
@@ -427,6 +449,13 @@ def test_f63_long_rows_are_tokenized_in_pieces_as_in_one(gpt2_files, run_of, mon
     assert sum(pieces, []) == expected and len(pieces) > 5
 
 
+def test_f63_tokens_that_depend_on_their_place_are_not_cut_apart(monkeypatch):
+    monkeypatch.setattr(tokenizers_, "PIECE", 5000)
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel({"?": 0, "a b": 1}, unk_token="?"))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.FixedLength(3)
+    assert encode_pieces(HFTokenizer(made.to_str()), ["a b" * 9000]) == [[1] * 9000]
+
+
 def test_f63_a_million_spaces(gpt2_files, tmp_path):
     path = rows_file(tmp_path / "a.jsonl", ["first", "a" + " " * 1_200_000 + "b", *["third"] * 20])
     prepare_from_files(tmp_path / "out", "gpt2", [path])
@@ -514,6 +543,17 @@ def test_f65_a_stop_token_that_is_ordinary_text_stays_text(tmp_path):
     assert found.decode(ids) == "the\n\nhen</s>\n" and ids.count(line_feed) == 3 and 0 not in ids
 
 
+@pytest.mark.parametrize("name", ["\n\n", "END"])
+def test_f65_a_stop_token_of_several_ordinary_characters_stays_text(name):
+    made = byte_level(["</s>"])
+    made.add_tokens([name])
+    id = made.token_to_id(name)
+    found = HFTokenizer(made.to_str(), 0, stop_tokens=[0, id])
+    text = f"a{name}b</s>"
+    assert found.encode(text)[1] == id and 0 not in found.encode(text)
+    assert encode_prompt(found, text) == made.encode(text).ids
+
+
 @pytest.mark.parametrize("special", [False, True])
 def test_f65_a_line_feed_that_was_added_as_a_token_stays_text(tmp_path, special):
     words = {"[UNK]": 0, "line": 1}
@@ -553,6 +593,26 @@ def test_a_tokenizer_that_does_not_know_the_text_is_noticed(tmp_path, capsys):
         shown = capsys.readouterr().out
         assert ("unknown token" in shown) is bool(share)
         assert share is None or f"warning: {share} of val.bin's tokens are the unknown" in shown
+
+
+def test_a_bpe_that_lacks_bytes_is_noticed(tmp_path, capsys):
+    """By default `tokenizers` trains one that knows only the bytes of its texts."""
+
+    def warns(**model):
+        made = tokenizers.Tokenizer(tokenizers.models.BPE(**model))
+        if not model:
+            made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+        made.train_from_iterator(STORIES, tokenizers.trainers.BpeTrainer(vocab_size=400))
+        made.save(str(tmp_path / "tokenizer.json"))
+        load_tokenizer(f"hf:{tmp_path}")
+        return "drops characters that are not in its" in capsys.readouterr().out
+
+    assert warns() and warns(byte_fallback=True)
+    byte_level(["</s>"]).save(str(tmp_path / "tokenizer.json"))
+    load_tokenizer(f"hf:{tmp_path}")
+    sentencepiece().save(str(tmp_path / "tokenizer.json"))
+    load_tokenizer(f"hf:{tmp_path}")
+    assert "drops characters" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("kind", ["byte", "char"])
@@ -850,6 +910,8 @@ def damaged_page():
         ),
         ("list.json", lambda: b'[{"text": "a"}, {"tex', "cannot read.*list.json"),
         ("a.csv~", lambda: b"id,text\n1,x\n", "a.csv~ holds a table: name it .csv, or .txt"),
+        ("a.csv.bak", lambda: b"id,text\n1,x\n", "a.csv.bak holds a table: name it .csv, or .txt"),
+        ("a.tab", lambda: b"id\ttext\n1\tx\n", "a.tab holds a table: name it .tsv, or .txt"),
         ("a.tsv?dl=1.gz", lambda: gzip.compress(b"id\ttext\n"), "a table: name it .tsv.gz, or"),
         ("b.parquet", damaged_page, "cannot read .*CRC"),
     ],
@@ -1291,6 +1353,14 @@ def test_f80_a_full_disk_that_only_fsync_reports_leaves_an_earlier_data_set_alon
     with pytest.raises(OSError, match="Disk quota exceeded"):
         prepare_from_files(out, "byte", [rows_file(tmp_path / "a.jsonl", ["one text"] * 99)])
     assert [(out / name).read_bytes() for name in names] == earlier
+
+
+def test_the_spaces_around_a_files_name_belong_to_it(run, tmp_path, monkeypatch):
+    (tmp_path / " a.txt").write_text("with a space " * 9)
+    (tmp_path / "a.txt").write_text("without " * 9)
+    monkeypatch.chdir(tmp_path)
+    run("data/text/prepare.py", "--input= a.txt", "--tokenizer=byte", "--out=out")
+    assert ByteTokenizer().decode(read(tmp_path / "out", "train")).startswith("with a")
 
 
 def test_links_that_form_a_loop_are_refused_in_one_line(run, tmp_path):

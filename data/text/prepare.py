@@ -48,7 +48,7 @@ written = {Path(os.path.realpath(folder / name)) for name in FILES}
 paths: dict[Path, Path] = {}  # resolved path: path as given
 whole = os.path.isfile(os.path.expanduser(input))  # a name with a comma
 for name in [glob.escape(input)] if whole else input.split(","):
-    pattern = os.path.expanduser(name.strip())
+    pattern = os.path.expanduser(name if whole else name.strip())
     if not pattern:
         raise UserError(f"--input={input} has an empty name between its commas, or at either end")
     # Path.resolve fails on links that form a loop
