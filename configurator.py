@@ -81,6 +81,7 @@ RANGES = (
 PLAIN = numbers.Number | str | list | tuple | dict  # types of settings; and None
 ARITHMETIC = {f.__name__: f for f in (abs, float, int, max, min, round, str)}  # for defaults
 NUMBERS = {int: numbers.Integral, float: numbers.Real}  # numbers of these types are converted
+SHARED = ("out_dir", "seed", "device", "dtype")  # what sample.py takes from a training config
 PATHS = ("out_dir", "dataset", "init_from", "to", "input", "out", "data")  # may begin with ~/
 
 
@@ -191,14 +192,18 @@ def configs_for(dataset: str) -> list[Path]:
     return [p for p in paths if line in p.read_text(encoding="utf-8", errors="replace")]
 
 
-def architecture_note(asked: dict[str, Any], config: dict[str, Any]) -> str | None:
-    """A note about flags that ask for another architecture than that of the loaded weights; None if
-    there are none. `asked` are the settings as given, `config` the run's."""
+def architecture_note(
+    asked: dict[str, Any], config: dict[str, Any], defaults: dict[str, Any]
+) -> str | None:
+    """A note about settings that ask for another architecture than that of the loaded weights; None
+    if there are none. `asked` are the settings as given, `config` the run's, `defaults` the
+    architecture's."""
     given = {argument.partition("=")[0] for argument in sys.argv[1:]}
     ignored = [
         f"--{name}={value} (it is {config[name]})"
         for name, value in asked.items()
-        if f"--{name}" in given and name not in (*PATHS, "batch_size")
+        if f"--{name}" in given or value != defaults.get(name, value)
+        if name not in (*PATHS, "batch_size")
         if value != config[name] and (value or value is False)  # 0: any size
     ]
     return f"note: without effect on this model: {', '.join(ignored)}" if ignored else None
@@ -272,7 +277,7 @@ def run_config_file(
             if node.names[0].name == "*" and of_python and node.module in sys.modules:
                 imported |= vars(sys.modules[node.module]).keys()
     for key, value in namespace.items():
-        if key in settings:
+        if key in settings and (key in SHARED or key not in ignored):
             config[key] = check(settings[key], value, f"{path}: {key}")
         elif isinstance(value, types.ModuleType) or callable(value) or key in imported:
             continue  # a tool, not a setting
@@ -291,7 +296,7 @@ def parse(text: str, kind: type) -> Any:
     if kind is int and re.fullmatch(r"\d{1,9}e\d", text):
         return int(float(text))
     try:
-        if kind in (list, tuple, type(None)):
+        if kind in (list, tuple, dict, type(None)):
             return ast.literal_eval(text)
         return kind(text) if kind in (int, float) else text
     except (ValueError, SyntaxError, TypeError):
@@ -319,7 +324,8 @@ def check_values(values: dict[str, Any], more_choices: dict[str, tuple] | None =
             raise UserError(f"{name} is empty: leave it out, or name a folder (. is this one)")
     for words, holds, names in RANGES:
         for name in names:
-            if name in values and not holds(value := values[name]):
+            value = values.get(name)
+            if isinstance(value, numbers.Real) and not holds(value):
                 raise UserError(f"{name}={value!r} must be {words}")
     lowest, peak = values.get("min_lr", 0.0), values.get("learning_rate", math.inf)
     if lowest > peak and values.get("decay_lr", True):

@@ -242,7 +242,8 @@ def read_run(source: Path) -> Pretrained:
     """Read the weights of a train.py run from its folder or from a checkpoint in it."""
     path = source if source.is_file() else checkpoint.find(source)
     saved = checkpoint.load(path)
-    model_config = checkpoint.architecture(saved, GPTConfig, path).settings()
+    config = checkpoint.architecture(saved, GPTConfig, path).settings()
+    model_config = {name: config[name] for name in saved["model_config"]}  # not fields of your own
     metadata = saved["pretrained"] or {"dtype": "float32"}
     if os.environ.get("RANK", "0") == "0":
         print(f"note: starting from {path} with a new optimizer; to resume that run, use "

@@ -89,7 +89,10 @@ class GPTConfig:
 
     def settings(self) -> dict[str, Any]:
         """All fields as plain values for checkpoints; GPTConfig(**settings) restores them."""
-        return asdict(self)
+        settings = asdict(self)
+        if type(self)(**settings) != self:
+            raise UserError("GPTConfig(**settings) differs: __post_init__ changes its own results")
+        return settings
 
 
 class RMSNorm(nn.RMSNorm):

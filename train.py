@@ -25,7 +25,7 @@ import convert
 from configurator import configure
 from model import GPT, GPTConfig
 from steady import checkpoint, compiling, distributed, folder, hardware, memory, optim
-from steady.dataloader import DataLoader, DataSet, eval_batches
+from steady.dataloader import DataLoader, DataSet, Replayable, eval_batches
 from steady.distributed import reshard
 from steady.float8 import use_float8
 from steady.generate import sample_while_training
@@ -122,9 +122,9 @@ elif config["init_from"] == "resume":
     start = checkpoint.resume(ckpt_path, requested, data, config, process)
 else:
     start = convert.load_pretrained(init_from, data, block_size, dropout)
-model_config = GPTConfig(**start.model_config)
+model_config = GPTConfig(**requested.settings() | start.model_config)
 # record the architecture of the loaded model: from here on config has it, the globals may not
-config |= {key: value for key, value in start.model_config.items() if key in config}
+config |= {key: value for key, value in model_config.settings().items() if key in config}
 train_file, val_file = data.open(block_size, model_config.vocab_size)
 
 memory.require_room(config, process)  # refuse a model that cannot fit
@@ -318,7 +318,7 @@ with saving:  # from here on a signal ends the run after its step; before, at on
         # a resume gets the same dropout (integers have the same hash in every process)
         torch.manual_seed(hash((seed, iter_num, process.rank)))
         halve = iter_num < short_iters  # with short_sequences
-        step_batches = (next(micro_batches) for _ in range(micro_steps))
+        step_batches = Replayable(micro_batches, micro_steps)
         loss = forward_backward(model, step_batches, halve)
         distributed.sum_gradients(process, raw_model, opt)  # also broadcasts rank 0's buffers
         torch.manual_seed(hash((seed, iter_num)))  # random numbers below: the same on all ranks

@@ -229,7 +229,8 @@ def write_data(path: Path, part: Tensor, offset: int, before: int = 0, after: in
     `after` are the bytes of its other parts. Returns the part's share of the tensor's CRC-32: the
     XOR of all shares, because a CRC without its initial value is linear (zeros before the part do
     not change it, zeros after it do)."""
-    data = part.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
+    part = part.detach().cpu().resolve_conj().resolve_neg()
+    data = part.contiguous().view(-1).view(torch.uint8).numpy()
     with open(path, "rb+") as file:
         file.seek(offset + before)
         file.write(data)

@@ -291,6 +291,19 @@ class DataLoader:
             yield tuple(x.to(device, non_blocking=True) for x in ready.result())
 
 
+class Replayable:
+    """The next `n` items of an endless iterator, for one loop over them or several."""
+
+    def __init__(self, items: Iterator, n: int):
+        self.items, self.n, self.seen = items, n, []
+
+    def __iter__(self) -> Iterator:
+        for i in range(self.n):
+            if i == len(self.seen):
+                self.seen.append(next(self.items))
+            yield self.seen[i]
+
+
 def eval_batches(
     file: TokenFile, batch_size: int, n_sequences: int, process: Process = SINGLE_PROCESS
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor, float]]:

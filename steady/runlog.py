@@ -9,12 +9,14 @@ import sys
 import textwrap
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import fields
 from datetime import timedelta
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 from configurator import architecture_note, read_settings
+from model import GPTConfig
 from steady import UserError, hardware, output
 from steady.distributed import SINGLE_PROCESS, Process
 from steady.folder import atomic_write, hold_lock, require_file
@@ -86,7 +88,9 @@ class RunLog:
                 shown.append(f"{name}={config[name]}")
         text = "settings " + (", ".join(shown) or "all at their defaults")
         self.line(textwrap.fill(text, 100, subsequent_indent="  ", break_on_hyphens=False))
-        for note in filter(None, (architecture_note(asked, config), schedule_note(config))):
+        defaults = {field.name: field.default for field in fields(GPTConfig)}
+        notes = architecture_note(asked, config, defaults), schedule_note(config)
+        for note in filter(None, notes):
             self.line(note)
 
     def start_clock(

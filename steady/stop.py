@@ -95,6 +95,8 @@ class Saving:
         distributed.set_timeout()
         if self.enabled:  # now, and not when the first save fails
             content = checkpoint.as_saved(self.state())
+            if own := {"format", "launch"} & content.keys():
+                raise UserError(f"{self.path} has a {min(own)!r} of its own: rename yours")
             checkpoint.require_plain(content, self.path)
             keys = checkpoint.lacking(checkpoint.OPTIONAL | content, checkpoint.EVERYTHING)
             if keys:
@@ -106,7 +108,7 @@ class Saving:
             self.rescue(error, trace)
         elif self.enabled:
             state = self.state()
-            iter_num = state["iter_num"]
+            iter_num = state.get("iter_num", math.inf)  # your state may lack it
             # else stopped by a signal
             finished = iter_num >= state.get("config", {}).get("max_iters", 0)
             # only the first process looks: another machine may not have the file
@@ -190,7 +192,7 @@ class Saving:
         try:
             state = self.state()
             checkpoint.save(self.path, state)
-            return f"saved {self.path} at iteration {state['iter_num']}"
+            return f"saved {self.path} at iteration {state.get('iter_num')}"
         except Exception as error:
             reason = str(error).partition("\n")[0]
             return f"{self.path} was not saved ({type(error).__name__}: {reason})"

@@ -14,7 +14,7 @@ import pytest
 import torch
 from conftest import TINY
 
-from steady import checkpoint, distributed, memory
+from steady import UserError, checkpoint, distributed, memory
 from steady.distributed import Process
 from steady.stop import Saving, StopRequest
 
@@ -170,6 +170,19 @@ except (OSError, RuntimeError) as error:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="uses the file size limit of Linux")
+def test_what_a_checkpoint_of_ones_own_may_hold(tmp_path):
+    lazy = torch.polar(torch.ones(4), torch.arange(4.0)).conj()
+    checkpoint.save(tmp_path / "a.pt", {"model": {}, "lazy": lazy, "negative": lazy.imag})
+    found = checkpoint.read(tmp_path / "a.pt")
+    assert torch.equal(found["lazy"], lazy) and torch.equal(found["negative"], lazy.imag)
+    saving = Saving(
+        tmp_path / "ckpt.pt", lambda: {"format": "v2"}, Process(), True, "", print,
+        StopRequest(Process(), saves=False),
+    )  # fmt: skip
+    with pytest.raises(UserError, match="has a 'format' of its own"):
+        saving.__enter__()
+
+
 def test_f30_full_disk_keeps_the_old_checkpoint(fork, tmp_path):
     path = tmp_path / "ckpt.pt"
 

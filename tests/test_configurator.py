@@ -368,6 +368,17 @@ def test_private_names_and_constants_are_no_settings(tmp_path):
     assert list(read_settings(tmp_path / "s.py")) == ["steps"]
 
 
+def test_settings_of_ones_own_may_have_names_of_other_scripts(tmp_path, monkeypatch):
+    check_values({"steps": [1000, 2000], "reference": "out-a"})
+    settings = {"extra": Setting({"k": 0.1}, "", "")}
+    assert resolve(settings, ["--extra={'k': 0.3}"]) == {"extra": {"k": 0.3}}
+    # a training config's top_k is not sample.py's
+    (tmp_path / "c.py").write_text("top_k = 1\nseed = 5\n")
+    mine, theirs = ({name: Setting(3, "", "") for name in ("top_k", "seed")} for _ in range(2))
+    found = resolve(mine, [str(tmp_path / "c.py")], theirs)
+    assert found == {"top_k": 3, "seed": 5}
+
+
 def test_a_line_may_have_several_settings(tmp_path):
     (tmp_path / "s.py").write_text(
         "n_layer, n_head = 2, 4  # sizes\nrate = low = 0.5\nwidth: list = [3]\n"

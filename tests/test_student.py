@@ -838,6 +838,53 @@ def test_a_run_is_finetuned_with_parameters_that_it_lacks(student, sums, tmp_pat
     assert "finished" in student(copy, "train.py", *tune[:-2], tune[-1], "--init_from=resume")
 
 
+def test_a_new_setting_counts_for_a_run_that_is_finetuned(student, sums, tmp_path):
+    """It had GPTConfig's default, without a message: LoRA of rank 0, for example."""
+    base = [*SETTINGS, f"--dataset={sums}"]
+    student(edited(Edit(), tmp_path / "plain"), "train.py", *base, f"--out_dir={tmp_path / 'a'}")
+    field = "    dropout: float = 0.0\n"
+    edit = Edit(((field, field + "    rank: int = 0\n"),),
+                (("qk_norm = False", "rank = 4\nqk_norm = False"),))  # fmt: skip
+    copy = edited(edit, tmp_path / "copy")
+    for start, out, more in ("a", "b", ()), ("b", "c", ("--rank=2",)):
+        shown = student(copy, "train.py", *base, f"--init_from={tmp_path / start}", *more,
+                        f"--out_dir={tmp_path / out}")  # fmt: skip
+        saved = checkpoint.load(tmp_path / out / "ckpt.pt", checkpoint.EVERYTHING)
+        assert saved["model_config"]["rank"] == saved["config"]["rank"] == 4
+        assert ("without effect on this model: --rank=2 (it is 4)" in shown) is (start == "b")
+
+
+def test_a_post_init_that_changes_its_own_results_is_refused(student, sums, tmp_path):
+    line = "        self.n_kv_head = self.n_kv_head or self.n_head\n"
+    copy = edited(Edit(((line, line + "        self.n_hidden += 64\n"),)), tmp_path / "copy")
+    with pytest.raises(ValueError, match="__post_init__ changes its own results"):
+        student(copy, "train.py", *SETTINGS, f"--dataset={sums}", f"--out_dir={tmp_path / 'out'}")
+
+
+def test_a_step_may_use_its_batches_twice(student, sums, tmp_path):
+    """As SAM does, or to look at one. The second use had no data and trained on nothing."""
+    again = "        loss = forward_backward(model, step_batches, halve)\n"
+    changes = (
+        again + "        opt.zero_grad()\n" + again,
+        "        example = next(iter(step_batches))\n" + again,
+        again,
+    )
+    for n, new in enumerate(changes):
+        copy = edited(Edit((), ((again, new),)), tmp_path / f"copy{n}")
+        student(copy, "train.py", *SETTINGS, "--gradient_accumulation_steps=2",
+                f"--dataset={sums}", f"--out_dir={tmp_path / f'out{n}'}")  # fmt: skip
+    assert losses(tmp_path / "out0") == losses(tmp_path / "out1") == losses(tmp_path / "out2")
+
+
+def test_a_state_without_an_iteration_is_saved_too(student, sums, tmp_path):
+    edit = Edit(train=(('"iter_num": iter_num,', '"step": iter_num,'),))
+    copy = edited(edit, tmp_path / "copy")
+    shown = student(copy, "train.py", *SETTINGS, "--eval_interval=0", f"--dataset={sums}",
+                    f"--out_dir={tmp_path / 'out'}")  # fmt: skip
+    assert "cannot be resumed: it lacks a valid iter_num" in shown
+    assert checkpoint.read(tmp_path / "out" / "ckpt.pt")["step"] == 3
+
+
 def test_the_trial_step_leaves_no_gradients(student, sums, tmp_path):
     """Also if the optimizer has only some of the parameters, as with two optimizers."""
     check = "assert all(p.grad is None for p in raw_model.parameters())\n"

@@ -1083,17 +1083,20 @@ def test_graphs_that_were_skipped_are_counted_and_their_reason_is_shown(monkeypa
     assert "skipping cudagraphs due to a CPU tensor (x)" in capsys.readouterr().err
 
 
-def test_flags_that_a_model_of_given_weights_does_not_follow_are_named(monkeypatch):
+def test_flags_that_a_model_of_given_weights_does_not_follow_are_named(monkeypatch, tmp_path):
     script = ROOT / "train.py"
+    monkeypatch.chdir(tmp_path)
+    Path("layers.py").write_text("n_layer = 5")
     settings = read_settings(script)
     config = {name: setting.default for name, setting in settings.items()} | {"n_layer": 2}
     for arguments, named in (
         (["--n_layer=5"], "--n_layer=5 (it is 2)"),
         (["--n_layer=2", "--vocab_size=0", "--max_iters=600000"], None),
+        (["layers.py"], "--n_layer=5 (it is 2)"),
         ([], None),
     ):
         monkeypatch.setattr(sys, "argv", ["train.py", *arguments])
-        note = architecture_note(resolve(settings, arguments), config)
+        note = architecture_note(resolve(settings, arguments), config, {"n_layer": 12})
         assert note is None if named is None else note.endswith(f"on this model: {named}")
 
 
