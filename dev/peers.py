@@ -183,7 +183,7 @@ def command_of(job: dict[str, Any]) -> list[str]:
     command += ["--log_interval=1", "--always_save_checkpoint=False"]
     settings = resolve(read_settings(ROOT / "train.py"), command)
     batch_size, job["learning_rate"] = settings["batch_size"], settings["learning_rate"]
-    if batch_size == "auto" or eval_windows % batch_size:
+    if eval_windows % batch_size:
         raise UserError(
             f"{job['recipe']}: eval_windows={eval_windows} must be a multiple of "
             f"batch_size={batch_size}: set --eval_windows or --micro_batch"

@@ -641,9 +641,20 @@ def test_f89_hooks_that_come_after_the_first_step_are_called(traced):
 WRONG = ("        B, T, _ = x.shape\n", "        B, T = x.shape\n")
 
 
-@pytest.mark.parametrize("compiled", [False, True])
-def test_f57_a_students_error_keeps_its_traceback(fork, sums, tmp_path, compiled):
-    copy = edited(Edit((WRONG,)), tmp_path / "copy")
+SHAPES = ("* self.up_proj(x))", "* self.up_proj(x)[..., :3])")  # torch.compile has its own error
+
+
+@pytest.mark.parametrize(
+    ("compiled", "edit", "line", "error"),
+    [(False, WRONG, WRONG[1].strip(), "ValueError: too many values to unpack (expected 2)"),
+     (True, SHAPES, "return self.down_proj(F.silu(self.gate_proj(x)) " + SHAPES[1],
+      "RuntimeError: The size of tensor a (")],
+    ids=["eager", "compiled"],
+)  # fmt: skip
+def test_f57_a_students_error_keeps_its_traceback(
+    fork, sums, tmp_path, compiled, edit, line, error
+):
+    copy = edited(Edit((edit,)), tmp_path / "copy")
     code = f"""
 import sys
 for name in [n for n in sys.modules if n.partition(".")[0] in {OURS!r}]:
@@ -653,11 +664,11 @@ sys.path.insert(0, {str(copy)!r})
     process = fork(copy / "train.py", *SETTINGS, f"--compile={compiled}", f"--dataset={sums}",
                    f"--out_dir={tmp_path / 'out'}", code=code)  # fmt: skip
     shown = process.stdout.read()
-    number = (copy / "model.py").read_text().splitlines().index(WRONG[1].rstrip()) + 1
+    number = [*map(str.strip, (copy / "model.py").read_text().splitlines())].index(line) + 1
     assert process.wait() == 1
-    assert f'model.py", line {number}, in forward\n    B, T = x.shape\n' in shown
-    assert shown.count("Traceback") == 1
-    assert "ValueError: too many values to unpack (expected 2)" in shown
+    assert f'model.py", line {number}, in forward\n    {line}\n' in shown
+    # torch also logs the error, with "E" and the time before each line
+    assert shown.count("\nTraceback") == 1 and f"\n{error}" in shown
     assert "compiling fails" not in shown and "error: " not in shown
 
 
