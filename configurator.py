@@ -78,7 +78,11 @@ RANGES = (
 )  # fmt: skip
 
 
-PLAIN = numbers.Number | str | list | tuple | dict  # types of settings; and None
+PLAIN = bool | int | float | str | list | tuple | dict  # types of settings; and None
+# Settings of train.py that other files read too: they may come from any expression.
+KNOWN = {*CHOICES, *(name for _, _, names in RANGES for name in names), "out_dir", "dataset",
+         "init_from", "device", "compile", "decay_lr", "eval_only", "wandb_log", "wandb_project",
+         "wandb_run_name"}  # fmt: skip
 ARITHMETIC = {f.__name__: f for f in (abs, float, int, max, min, round, str)}  # for defaults
 NUMBERS = {int: numbers.Integral, float: numbers.Real}  # numbers of these types are converted
 SHARED = ("out_dir", "seed", "device", "dtype")  # what sample.py takes from a training config
@@ -99,8 +103,11 @@ def read_settings(
     """Read a script's settings from its source without running it.
 
     Settings are module-level assignments of plain values, or of arithmetic with them, before the
-    call of `configure`. If the script runs, its `namespace` has the values of any expression.
+    call of `configure`. If the script runs, its `namespace` has the current values, also of
+    settings that other files read and of GPTConfig's fields that any other expression computes.
     """
+    namespace = namespace or {}
+    known = KNOWN | {*getattr(namespace.get("GPTConfig"), "__dataclass_fields__", ())}
     source = Path(script).read_text(encoding="utf-8")
     lines, settings, section = source.split("\n"), {}, ""  # as ast counts
     scope = {"__builtins__": ARITHMETIC, "math": math}
@@ -111,20 +118,24 @@ def read_settings(
         if not isinstance(node, ast.Assign | ast.AnnAssign):
             continue
         targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-        with contextlib.suppress(Exception):  # such as 5 * 8, or learning_rate / 10
-            alone = ast.Module([ast.Assign(targets, node.value)], [])
-            exec(compile(ast.fix_missing_locations(alone), str(script), "exec"), scope)
-        values = scope | (namespace or {})
         parts = (part for target in targets for part in ast.walk(target) if hasattr(part, "id"))
         names = [part.id for part in parts if isinstance(part.ctx, ast.Store)]
+        try:  # such as 5 * 8, or learning_rate / 10
+            alone = ast.Module([ast.Assign(targets, node.value)], [])
+            exec(compile(ast.fix_missing_locations(alone), str(script), "exec"), scope)
+        except Exception:
+            names = [name for name in names if name in known]
         above = takewhile(lambda line: line.startswith("#"), reversed(lines[: node.lineno - 1]))
         for line in above:  # the first line of a comment block names the section
             section = line.lstrip("# ")
         comment = lines[node.end_lineno - 1].encode()[node.end_col_offset :].decode()
         for name in names:
+            value = namespace.get(name, scope.get(name, ...))
+            if isinstance(value, numbers.Number) and hasattr(value, "item"):  # NumPy's
+                value = value.item()
             skipped = name.isupper() or name.startswith("_")  # a constant, or private
-            if not skipped and isinstance(values.get(name, ...), PLAIN | None):
-                settings[name] = Setting(values[name], comment.lstrip("# "), section)
+            if not skipped and isinstance(value, PLAIN | None):
+                settings[name] = Setting(value, comment.lstrip("# "), section)
     return settings
 
 
@@ -192,19 +203,17 @@ def configs_for(dataset: str) -> list[Path]:
     return [p for p in paths if line in p.read_text(encoding="utf-8", errors="replace")]
 
 
-def architecture_note(
-    asked: dict[str, Any], config: dict[str, Any], defaults: dict[str, Any]
-) -> str | None:
+def architecture_note(asked: dict[str, Any], config: dict[str, Any], defaults: type) -> str | None:
     """A note about settings that ask for another architecture than that of the loaded weights; None
-    if there are none. `asked` are the settings as given, `config` the run's, `defaults` the
-    architecture's."""
+    if there are none. `asked` are the settings as given, `config` the run's, `defaults` a class
+    with the architecture's defaults."""
     given = {argument.partition("=")[0] for argument in sys.argv[1:]}
     ignored = [
         f"--{name}={value} (it is {config[name]})"
         for name, value in asked.items()
-        if f"--{name}" in given or value != defaults.get(name, value)
-        if name not in (*PATHS, "batch_size")
-        if value != config[name] and (value or value is False)  # 0: any size
+        if f"--{name}" in given or value != getattr(defaults, name, value)
+        if name not in (*PATHS, "batch_size") and value != config[name]
+        if value or name not in ("vocab_size", "n_kv_head", "n_hidden")  # 0: any size
     ]
     return f"note: without effect on this model: {', '.join(ignored)}" if ignored else None
 

@@ -105,8 +105,9 @@ def translated(theirs: dict[str, Any]) -> dict[str, Any]:
     rope = theirs.get("rope_scaling") or theirs.get("rope_parameters") or {}
     rope_type = rope.get("rope_type", rope.get("type", "default"))
     heads, longest = theirs.get("num_attention_heads"), theirs.get("max_position_embeddings", 2048)
-    window = theirs.get("sliding_window", 4096 if kind == "mistral" else None)
-    unused = kind == "llama" or kind == "qwen3" and not theirs.get("use_sliding_window", False)
+    # transformers' generate uses a Llama's window, too
+    window = theirs.get("sliding_window", None if kind == "llama" else 4096)
+    unused = kind == "qwen3" and not theirs.get("use_sliding_window", False)
     if unused or window is not None and window >= longest:
         window = None
     unsupported = {

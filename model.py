@@ -90,8 +90,9 @@ class GPTConfig:
     def settings(self) -> dict[str, Any]:
         """All fields as plain values for checkpoints; GPTConfig(**settings) restores them."""
         settings = asdict(self)
-        if type(self)(**settings) != self:
-            raise UserError("GPTConfig(**settings) differs: __post_init__ changes its own results")
+        again = asdict(type(self)(**settings))
+        if changed := [n for n, value in settings.items() if repr(again[n]) != repr(value)]:
+            raise UserError(f"GPTConfig.__post_init__ changes its own result: {', '.join(changed)}")
         return settings
 
 

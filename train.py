@@ -122,8 +122,10 @@ elif config["init_from"] == "resume":
     start = checkpoint.resume(ckpt_path, requested, data, config, process)
 else:
     start = convert.load_pretrained(init_from, data, block_size, dropout)
-model_config = GPTConfig(**requested.settings() | start.model_config)
-# record the architecture of the loaded model: from here on config has it, the globals may not
+model_config = GPTConfig.from_settings(
+    config | start.model_config, start.model_config["vocab_size"]
+)
+# from here on config has the loaded model's sizes; globals such as n_embd have those asked for
 config |= {key: value for key, value in model_config.settings().items() if key in config}
 train_file, val_file = data.open(block_size, model_config.vocab_size)
 

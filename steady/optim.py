@@ -222,7 +222,8 @@ def build_optimizer(
         {"params": [p for p in others if p.dim() >= 2], "weight_decay": decay},
         {"params": [p for p in others if p.dim() < 2], "weight_decay": 0.0},
     ]
-    rates = {"lr": config["learning_rate"], "betas": (config["beta1"], config["beta2"])}
+    betas = config.get("beta1", 0.9), config.get("beta2", 0.95)
+    rates = {"lr": config["learning_rate"], "betas": betas}
     if uses_muon:
         if not matrices:
             raise UserError(

@@ -9,14 +9,12 @@ import sys
 import textwrap
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import fields
 from datetime import timedelta
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 from configurator import architecture_note, read_settings
-from model import GPTConfig
 from steady import UserError, hardware, output
 from steady.distributed import SINGLE_PROCESS, Process
 from steady.folder import atomic_write, hold_lock, require_file
@@ -80,16 +78,18 @@ class RunLog:
     def settings(self, config: dict[str, Any], asked: dict[str, Any], script: str | Path) -> None:
         """Print the settings that differ from the defaults of `script`; checkpoints store all.
         asked: the settings as given. A note names those that a loaded architecture overrides."""
-        shown = []
-        for name, setting in read_settings(script).items():
+        shown, defaults = [], read_settings(script)
+        for name, value in asked.items():
+            default = defaults[name].default if name in defaults else None  # computed by a function
             # 0 may mean "choose automatically"; other lines report the choice
-            derived = type(setting.default) is int and setting.default == asked[name] == 0
-            if config[name] != setting.default and not derived:
+            derived = type(default) is int and default == value == 0
+            if config[name] != default and not derived:
                 shown.append(f"{name}={config[name]}")
         text = "settings " + (", ".join(shown) or "all at their defaults")
         self.line(textwrap.fill(text, 100, subsequent_indent="  ", break_on_hyphens=False))
-        defaults = {field.name: field.default for field in fields(GPTConfig)}
-        notes = architecture_note(asked, config, defaults), schedule_note(config)
+        from model import GPTConfig  # here, as model.py may import this file
+
+        notes = architecture_note(asked, config, GPTConfig), schedule_note(config)
         for note in filter(None, notes):
             self.line(note)
 

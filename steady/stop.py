@@ -96,7 +96,7 @@ class Saving:
         if self.enabled:  # now, and not when the first save fails
             content = checkpoint.as_saved(self.state())
             if own := {"format", "launch"} & content.keys():
-                raise UserError(f"{self.path} has a {min(own)!r} of its own: rename yours")
+                raise UserError(f"checkpoints have their own {min(own)!r}: rename yours")
             checkpoint.require_plain(content, self.path)
             keys = checkpoint.lacking(checkpoint.OPTIONAL | content, checkpoint.EVERYTHING)
             if keys:

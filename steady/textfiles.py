@@ -143,10 +143,10 @@ def check_start(path: Path) -> None:
         start = next(blocks(io.TextIOWrapper(file, "utf-8-sig"), 2**16), "")
     rows = re.match(r'\[?\s*\{\s*"[^"\n]*"\s*:', start.lstrip())
     # e.g. data.csv?download=true, or data.csv.bak
-    table = re.search(r"(\.csv|\.tsv|\.tab|\.psv)(?!\w)", path.name.lower())
+    table = re.search(r"(\.csv|\.tsv|\.tab)(?=[?~.]|$)", path.name.lower())
     if (rows or table) and suffix not in (".txt", ".md"):
-        held, name = ("rows of JSON", ".jsonl") if rows else ("a table", ".csv")
-        name = ".tsv" if table and table[1] in (".tsv", ".tab") else name
+        table_name = ".tsv" if table and table[1] in (".tsv", ".tab") else ".csv"
+        held, name = ("rows of JSON", ".jsonl") if rows else ("a table", table_name)
         packed = path.suffix if path.suffix.lower() in PACKED else ""
         raise UserError(
             f"{path} holds {held}: name it {name}{packed}, or .txt{packed} to read it as text"

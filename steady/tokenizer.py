@@ -470,9 +470,10 @@ def hf_tokenizer_meta(folder: Path) -> dict[str, Any]:
     settings = read_json(folder / "tokenizer_config.json")
     special = read_json(folder / "special_tokens_map.json")
     require_all_tokens(folder, (settings, special), vocabulary)
-    ends = []
+    ends, confirmed = [], set()
     for name in ("config.json", "generation_config.json"):
         found = read_json(folder / name).get("eos_token_id")
+        confirmed.clear()
         for id in found if isinstance(found, list) else [] if found is None else [found]:
             if type(id) is not int or id not in range(tokenizer.vocab_size):
                 raise UserError(
@@ -480,13 +481,13 @@ def hf_tokenizer_meta(folder: Path) -> dict[str, Any]:
                     f"tokenizer's {tokenizer.vocab_size} ids: correct it there, or set it to null"
                 )
             ends.append(id)
+            confirmed.add(id)  # in the end those of generation_config.json
     before, after = added_by_template(tokenizer, path)
     names = [spelling(content.get("eos_token")) for content in (settings, special)]
     named = [vocabulary[name] for name in names if name in vocabulary]
     # a config.json may have transformers' default ids, which this tokenizer gives to other tokens
     usable = {*tokenizer.tokenizer.get_added_tokens_decoder()}
-    if named:  # generation_config.json, read last, may name a token with another role
-        confirmed = {*found} if isinstance(found, list) else {found}
+    if named:
         roles = [content.get(f"{role}_token") for content in (settings, special) for role in ROLES]
         usable -= {vocabulary.get(spelling(token)) for token in roles} - confirmed
         usable -= {*before, tokenizer.unknown()}

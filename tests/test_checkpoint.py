@@ -169,7 +169,6 @@ except (OSError, RuntimeError) as error:
 """
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="uses the file size limit of Linux")
 def test_what_a_checkpoint_of_ones_own_may_hold(tmp_path):
     lazy = torch.polar(torch.ones(4), torch.arange(4.0)).conj()
     checkpoint.save(tmp_path / "a.pt", {"model": {}, "lazy": lazy, "negative": lazy.imag})
@@ -179,10 +178,11 @@ def test_what_a_checkpoint_of_ones_own_may_hold(tmp_path):
         tmp_path / "ckpt.pt", lambda: {"format": "v2"}, Process(), True, "", print,
         StopRequest(Process(), saves=False),
     )  # fmt: skip
-    with pytest.raises(UserError, match="has a 'format' of its own"):
+    with pytest.raises(UserError, match="their own 'format': rename yours"):
         saving.__enter__()
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="uses the file size limit of Linux")
 def test_f30_full_disk_keeps_the_old_checkpoint(fork, tmp_path):
     path = tmp_path / "ckpt.pt"
 

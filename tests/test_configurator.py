@@ -39,12 +39,17 @@ def test_a_setting_may_have_any_default_with_a_plain_value(tmp_path, monkeypatch
     """nanoGPT computes its default dtype. The model ignored n_head = HEADS silently."""
     path = tmp_path / "script.py"
     computed = 'dtype = "bfloat16" if len("two") == 2 else "float16"\nHEADS = 4\nn_head = HEADS\n'
+    computed += "import numpy\nseed = numpy.int64(3)\nkey = str(open)\nn_embd = len('abcd')\n"
+    computed += "from model import GPTConfig\nmin_lr = [1.0]\nmin_lr = numpy.array(min_lr)\n"
     path.write_text(computed + "folder = open\n" + SCRIPT)
-    assert {"n_head"} == read_settings(path).keys() - {"out_dir", "steps", "rate", "fast", "start"}
+    known = {"out_dir", "steps", "rate", "fast", "start", "min_lr"}
+    assert {"n_head"} == read_settings(path).keys() - known
     namespace = {"__file__": str(path), "configure": configure}
     monkeypatch.setattr(sys, "argv", [str(path)])
     exec(path.read_text(), namespace)
     assert namespace["config"]["dtype"] == "float16" and namespace["config"]["n_head"] == 4
+    assert namespace["config"]["n_embd"] == 4 and type(namespace["seed"]) is int
+    assert namespace["config"].keys().isdisjoint({"key", "min_lr"})  # may be secret; an array
     monkeypatch.setattr(sys, "argv", [str(path), "--dtype=float32"])
     exec(path.read_text(), namespace)
     assert namespace["dtype"] == "float32"

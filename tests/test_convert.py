@@ -102,7 +102,7 @@ def test_older_config_files_are_understood(tmp_path):
          "rope scaling llama3"),
         ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "rope scaling yarn"),
         ({"rope_scaling": {"type": "linear", "factor": 4.0}}, "rope scaling linear"),
-        ({"model_type": "mistral", "sliding_window": 8}, "sliding_window 8"),
+        ({"sliding_window": 8}, "sliding_window 8"),
         ({"model_type": "mistral", "max_position_embeddings": 8192}, "sliding_window 4096"),
         ({"is_causal": False}, "is_causal"),
         ({"attention_bias": True}, "attention_bias"),
@@ -496,3 +496,14 @@ def test_a_run_of_ones_own_is_finetuned_with_a_new_optimizer(run, sums, tmp_path
 def test_gpt2_is_of_another_architecture():
     with pytest.raises(ValueError, match="GPT-2 has another architecture, with biases"):
         convert.read_pretrained("gpt2-xl")
+
+
+def test_a_window_without_effect_and_a_missing_head_size_are_as_in_transformers():
+    sizes = {"vocab_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4, "hidden_size": 64,
+             "intermediate_size": 64, "max_position_embeddings": 16}  # fmt: skip
+    for kind, window in (("llama", 16), ("mistral", 16), ("qwen3", 8)):
+        found = convert.translated(sizes | {"model_type": kind, "sliding_window": window})
+        assert found["head_dim"] == (128 if kind == "qwen3" else 16)
+    long = {"model_type": "qwen3", "use_sliding_window": True, "max_position_embeddings": 8192}
+    with pytest.raises(UserError, match="sliding_window 4096"):
+        convert.translated(sizes | long)

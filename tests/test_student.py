@@ -854,21 +854,24 @@ def test_a_new_setting_counts_for_a_run_that_is_finetuned(student, sums, tmp_pat
     base = [*SETTINGS, f"--dataset={sums}"]
     student(edited(Edit(), tmp_path / "plain"), "train.py", *base, f"--out_dir={tmp_path / 'a'}")
     field = "    dropout: float = 0.0\n"
-    edit = Edit(((field, field + "    rank: int = 0\n"),),
+    derived = "        self.n_kv_head = self.n_kv_head or self.n_head\n"
+    edit = Edit(((field, field + "    rank: int = 0\n    window: int = 0\n"),
+                 (derived, derived + "        self.window = self.window or 2 * self.n_embd\n")),
                 (("qk_norm = False", "rank = 4\nqk_norm = False"),))  # fmt: skip
     copy = edited(edit, tmp_path / "copy")
-    for start, out, more in ("a", "b", ()), ("b", "c", ("--rank=2",)):
+    for start, out, more in ("a", "b", ("--n_embd=64",)), ("b", "c", ("--rank=2",)):
         shown = student(copy, "train.py", *base, f"--init_from={tmp_path / start}", *more,
                         f"--out_dir={tmp_path / out}")  # fmt: skip
         saved = checkpoint.load(tmp_path / out / "ckpt.pt", checkpoint.EVERYTHING)
         assert saved["model_config"]["rank"] == saved["config"]["rank"] == 4
+        assert saved["model_config"]["window"] == 2 * saved["model_config"]["n_embd"] < 128
         assert ("without effect on this model: --rank=2 (it is 4)" in shown) is (start == "b")
 
 
 def test_a_post_init_that_changes_its_own_results_is_refused(student, sums, tmp_path):
     line = "        self.n_kv_head = self.n_kv_head or self.n_head\n"
     copy = edited(Edit(((line, line + "        self.n_hidden += 64\n"),)), tmp_path / "copy")
-    with pytest.raises(ValueError, match="__post_init__ changes its own results"):
+    with pytest.raises(ValueError, match="__post_init__ changes its own result: n_hidden"):
         student(copy, "train.py", *SETTINGS, f"--dataset={sums}", f"--out_dir={tmp_path / 'out'}")
 
 

@@ -911,6 +911,11 @@ def damaged_page():
         ("list.json", lambda: b'[{"text": "a"}, {"tex', "cannot read.*list.json"),
         ("a.csv~", lambda: b"id,text\n1,x\n", "a.csv~ holds a table: name it .csv, or .txt"),
         ("a.csv.bak", lambda: b"id,text\n1,x\n", "a.csv.bak holds a table: name it .csv, or .txt"),
+        (
+            "a.tsv.bak",
+            lambda: b'{"text": "a"}\n',
+            "a.tsv.bak holds rows of JSON: name it .jsonl, or",
+        ),
         ("a.tab", lambda: b"id\ttext\n1\tx\n", "a.tab holds a table: name it .tsv, or .txt"),
         ("a.tsv?dl=1.gz", lambda: gzip.compress(b"id\ttext\n"), "a table: name it .tsv.gz, or"),
         ("b.parquet", damaged_page, "cannot read .*CRC"),

@@ -23,6 +23,7 @@ from conftest import ROOT, TINY, skip_until
 
 import model as model_file
 from configurator import architecture_note, read_settings, resolve
+from model import GPTConfig
 from steady import checkpoint, compiling, dataloader, hardware, loss, memory, optim
 from steady.distributed import Process
 from steady.runlog import RunLog, read_metrics
@@ -1088,15 +1089,17 @@ def test_flags_that_a_model_of_given_weights_does_not_follow_are_named(monkeypat
     monkeypatch.chdir(tmp_path)
     Path("layers.py").write_text("n_layer = 5")
     settings = read_settings(script)
-    config = {name: setting.default for name, setting in settings.items()} | {"n_layer": 2}
+    config = {name: setting.default for name, setting in settings.items()}
+    config |= {"n_layer": 2, "dropout": 0.5}
     for arguments, named in (
         (["--n_layer=5"], "--n_layer=5 (it is 2)"),
         (["--n_layer=2", "--vocab_size=0", "--max_iters=600000"], None),
         (["layers.py"], "--n_layer=5 (it is 2)"),
+        (["--n_layer=2", "--dropout=0"], "--dropout=0.0 (it is 0.5)"),
         ([], None),
     ):
         monkeypatch.setattr(sys, "argv", ["train.py", *arguments])
-        note = architecture_note(resolve(settings, arguments), config, {"n_layer": 12})
+        note = architecture_note(resolve(settings, arguments), config, GPTConfig)
         assert note is None if named is None else note.endswith(f"on this model: {named}")
 
 
