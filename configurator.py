@@ -226,7 +226,7 @@ def resolve(
 ) -> dict[str, Any]:
     """Apply the config files and `--key=value` arguments to the defaults, in the order given."""
     config = {name: setting.default for name, setting in settings.items()}
-    for argument in arguments:
+    for argument, after in zip_longest(arguments, arguments[1:], fillvalue="-"):
         if not argument.startswith("-"):
             if not config_files:
                 raise UserError(f"{argument!r} is not a setting: write --key=value (see --help)")
@@ -237,7 +237,7 @@ def resolve(
             raise UserError(f"unknown setting {argument!r}{nearest(key, settings)}")
         kind = type(settings[key].default)
         if not argument.startswith("--") or not equals and kind is not bool:
-            example = text or settings[key].default
+            example = text or (settings[key].default if after.startswith("-") else after)
             raise UserError(f"{argument!r} is not --key=value: write --{key}={example}")
         value = parse(text if equals else "True", kind)  # a bare --flag is True
         config[key] = check(settings[key], value, f"--{key}")
@@ -249,7 +249,12 @@ def run_config_file(
 ) -> None:
     """Run a Python config file and copy its settings, except for `ignored` ones, to `config`."""
     if not os.path.lexists(path):
-        raise UserError(f"there is no config file {path!r} (a setting is written --key=value)")
+        files = [str(file.relative_to(HERE)) for file in CONFIGS.glob("*.py")]
+        close = difflib.get_close_matches(path, [*files, *map(os.path.basename, files)], n=1)
+        close = next((f", did you mean {f}?" for f in files if close and f.endswith(close[0])), "")
+        raise UserError(
+            f"there is no config file {path!r}{close} (a setting is written --key=value)"
+        )
     require_file(Path(path))
     source = Path(path).read_bytes()
     namespace = {name: setting.default for name, setting in ignored.items()}
@@ -349,6 +354,8 @@ def check_values(values: dict[str, Any], more_choices: dict[str, tuple] | None =
 
 # hints for nanoGPT's settings
 ELSEWHERE = {
+    "lr": "did you mean 'learning_rate'?",
+    "config": "write the file's path alone, without --config=",
     "bias": "this model has no biases: leave it out",
     "init_from": "name the run's folder with --out_dir=FOLDER instead; to use a pretrained model, "
     "finetune it with train.py first",

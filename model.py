@@ -139,7 +139,7 @@ class Attention(nn.Module):
         self.v_proj = nn.Linear(config.n_embd, self.n_kv_head * self.head_dim, bias=False)
         self.o_proj = nn.Linear(self.n_head * self.head_dim, config.n_embd, bias=False)
         for layer in (self.q_proj, self.k_proj, self.v_proj):
-            layer.head_dim = self.head_dim  # Muon orthogonalises updates head by head
+            layer.head_dim = self.head_dim  # for Muon, which orthogonalises updates by heads
         self.qk_norm = config.qk_norm
         if self.qk_norm:
             self.q_norm = RMSNorm(self.head_dim, config.norm_eps)
@@ -232,8 +232,8 @@ class GPT(nn.Module):
     def __init__(self, config: GPTConfig):
         super().__init__()
         self.config = config
-        # fork_rng undoes the layers' own random draws, so that init_weights depends on the seed
-        # alone; it redraws only layers made in this block
+        # Create layers in this block: init_weights leaves those made elsewhere as they are.
+        # (fork_rng undoes the layers' own random draws: init_weights depends on the seed alone.)
         with torch.random.fork_rng([]), torchs_initial_weights() as self.unset:
             self.token_embedding = nn.Embedding(config.vocab_size, config.n_embd)
             self.dropout = nn.Dropout(config.dropout)
@@ -317,7 +317,7 @@ class GPT(nn.Module):
             x = block(x, rope, None if cache is None else cache.layer(i))  # (B, T, C)
         x = self.final_norm(x)
         if targets is not None:
-            x = x.flatten(0, 1)  # (B * T, C)
+            x = x.flatten(0, 1)  # (B * T, C); targets stay (B, T), for second_target
             return self.cross_entropy(x, self.lm_head, targets)
         return self.lm_head(x if cache is None else x[:, -1:])
 

@@ -121,7 +121,7 @@ def stream(new: torch.Tensor) -> bool:
 best = "val loss" if path.name == "best.pt" else "best val loss so far"
 evaluated = math.isfinite(saved["best_val_loss"])
 print(f"# loaded {path}: {model.num_params():,} parameters, iteration {saved['iter_num']}, "
-      + (f"{best} {saved['best_val_loss']:.4f}" if evaluated else "no best loss"),
+      + (f"{best} {saved['best_val_loss']:.4f}" if evaluated else "not evaluated yet"),
       file=sys.stderr)  # fmt: skip
 began = time.perf_counter()
 with autocast:

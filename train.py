@@ -52,7 +52,7 @@ dataset = "openwebtext"  # a folder in data/, or a path
 batch_size = 12  # sequences per micro-batch; split if out of memory (same global batch)
 gradient_accumulation_steps = 40  # micro-batches per iteration, in total for all GPUs
 block_size = 1024  # context length: tokens per sequence
-short_sequences = 0.0  # share of the schedule, from its start, with half-length sequences
+short_sequences = 0.0  # for this first part (0 to 1) of the schedule, cut sequences in half
 seed = 1337  # for initial weights, data order and dropout
 # model
 n_layer = 12  # transformer blocks
@@ -178,7 +178,7 @@ def forward_backward(model: torch.nn.Module, micro_batches: Iterable, halve: boo
 
     halve: cut each sequence into two shorter ones.
     """
-    set_second_target(raw_model, iter_num, config)  # here, so that the trial step has it too
+    set_second_target(raw_model, iter_num, config)  # here, as the trial step calls this as well
     loss = torch.zeros((), device=process.device)  # a tensor that no CUDA graph overwrites
     for tokens, targets in micro_batches:
         share = len(tokens) / sequences_per_iter
@@ -231,7 +231,7 @@ def trial(micro_batch_size: int) -> torch.nn.Module:
     micro_steps = sequences_per_iter // process.world_size // micro_batch_size
     # CUDA graphs need 3 runs (warm up, record, replay), others 2 (create .grad, then add to it)
     runs = 0 if eval_only else 3 if plan.cuda_graphs else min(2, micro_steps)
-    with undone(raw_model, opt):  # its gradients, and updates of buffers
+    with undone(raw_model, opt):  # afterwards: no gradients, and the buffers' earlier values
         for halve in (True, False) if iter_num < short_iters else (False,):
             forward_backward(model, [(tokens, targets)] * runs, halve)
         if eval_interval or eval_only:
@@ -320,7 +320,7 @@ with saving:  # from here on a signal ends the run after its step; before, at on
         # a resume gets the same dropout (integers have the same hash in every process)
         torch.manual_seed(hash((seed, iter_num, process.rank)))
         halve = iter_num < short_iters  # with short_sequences
-        step_batches = Replayable(micro_batches, micro_steps)
+        step_batches = Replayable(micro_batches, micro_steps)  # you may loop over it again
         loss = forward_backward(model, step_batches, halve)
         distributed.sum_gradients(process, raw_model, opt)  # also broadcasts rank 0's buffers
         torch.manual_seed(hash((seed, iter_num)))  # random numbers below: the same on all ranks

@@ -7,6 +7,7 @@ import contextlib
 import gc
 import os
 import signal
+import sys
 import warnings
 from importlib import metadata
 
@@ -47,6 +48,9 @@ def start_script() -> None:
         version = metadata.version("torch")  # without importing it
         if tuple(map(int, version.split(".")[:2])) < MIN_TORCH:
             raise SystemExit(f"error: torch {version} is too old: pip install -U 'torch>=2.11'")
+    from steady.output import name_missing_package
+
+    sys.excepthook = name_missing_package
     if not any(name in os.environ for name in ALLOCATOR_VARIABLES):
         os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
     # Importing torch and compiling create millions of long-lived objects. Python's default, garbage

@@ -430,7 +430,10 @@ def architecture(saved: dict[str, Any], kind: type[GPTConfig], path: Path) -> GP
     try:
         inspect.signature(kind).bind(**settings)
     except TypeError as error:  # a name is unknown or missing
-        raise UserError(f"{path}, model_config: {shown(str(error))}") from None
+        raise UserError(
+            f"{path}, model_config: {shown(str(error))}: GPTConfig needs the fields that it had "
+            "in that run, or use another --out_dir"
+        ) from None
     try:
         config = kind(**settings)
         layers = getattr(config, "n_layer", 0)  # you may have renamed it

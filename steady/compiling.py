@@ -54,6 +54,8 @@ class Plan:
             native = torch.cuda.is_bf16_supported(including_emulation=False)
             if process.dtype == torch.bfloat16 and not native:
                 computed += " (slow: this GPU only emulates it; use float16)"
+        elif device.type == "cpu" and process.dtype == torch.float16:
+            computed += " (slow on a CPU)"
         elif self.compiled and self.mode in GRAPH_MODES:
             compiled += f", without CUDA graphs on {device.type}"
         computed += " and float8" if fp8 else ""

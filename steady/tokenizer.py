@@ -158,8 +158,8 @@ class GPT2Tokenizer:
         except (OSError, ValueError) as error:  # requests' errors are OSErrors
             raise UserError(
                 "tiktoken could not load GPT-2's two vocabulary files (it downloads them on first "
-                "use): go online once, or set TIKTOKEN_CACHE_DIR to a folder that holds them "
-                f"({type(error).__name__})"
+                "use): go online once, set TIKTOKEN_CACHE_DIR to a folder that holds them, or use "
+                f"another tokenizer, such as byte ({type(error).__name__})"
             ) from None
 
     def encode(self, text: str) -> list[int]:

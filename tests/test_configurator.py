@@ -214,7 +214,9 @@ def test_f39_config_file_with_a_byte_order_mark_or_in_another_encoding(settings,
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--steps", "8"], "'--steps' is not --key=value: write --steps=10"),
+        (["--steps", "8"], "'--steps' is not --key=value: write --steps=8"),
+        (["train_gpt.py"], "'train_gpt.py', did you mean config/train_gpt2.py?"),
+        (["--lr=1"], "unknown setting '--lr=1': did you mean 'learning_rate'?"),
         (["-steps=8"], "write --steps=8"),
         (["\u2013\u2013steps=8"], "a setting is written --key=value"),  # an editor's dashes
         (["--fast", "False"], "there is no config file 'False' .*a setting is written --key=value"),
@@ -247,7 +249,7 @@ def test_a_line_of_a_config_file_that_sets_nothing_is_named(settings, tmp_path):
 
 
 def test_missing_config_file_and_missing_value_say_what_to_write(settings):
-    with pytest.raises(ValueError, match="there is no config file 'nowhere.py'"):
+    with pytest.raises(ValueError, match="there is no config file 'nowhere.py' .a setting"):
         resolve(settings, ["nowhere.py"])
     with pytest.raises(ValueError, match="a setting is written --key=value"):
         resolve(settings, ["steps=3"])

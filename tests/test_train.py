@@ -1259,6 +1259,15 @@ runpy.run_path("train.py", run_name="__main__")
 """
 
 
+def test_a_missing_package_is_one_line():
+    """For example if the environment is not activated."""
+    code = "import runpy, sys; sys.modules['torch'] = None; runpy.run_path('train.py')"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 1 and done.stdout == ""
+    assert done.stderr.startswith(f"error: this Python ({sys.executable}) has no torch: activate")
+    assert done.stderr.count("\n") == 1
+
+
 def test_training_needs_torch_and_numpy_only(sums, tmp_path):
     """Hides all installed packages except torch, numpy and their requirements."""
     arguments = [*TINY, f"--dataset={sums}", f"--out_dir={tmp_path}", "--sample_interval=5"]
