@@ -303,6 +303,12 @@ def test_f62_a_stale_id_in_config_json_ends_no_document(tmp_path, stale):
     assert found.end_of_text == 1 and found.stop_tokens == [1]
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [1, 2]}')
     assert load_tokenizer(f"hf:{tmp_path}").stop_tokens in ([1, 2], [2, 1])  # as Qwen's
+    made = json.loads((tmp_path / "tokenizer.json").read_text())  # names its unknown token alone
+    made["model"]["unk_token"] = "<unk>"
+    (tmp_path / "tokenizer.json").write_text(json.dumps(made))
+    (tmp_path / "special_tokens_map.json").unlink()
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [3, 1]}')
+    assert load_tokenizer(f"hf:{tmp_path}").end_of_text == 1
 
 
 @pytest.mark.parametrize("kind", ["char", "byte"])
@@ -552,6 +558,15 @@ def test_f65_a_stop_token_of_several_ordinary_characters_stays_text(name):
     text = f"a{name}b</s>"
     assert found.encode(text)[1] == id and 0 not in found.encode(text)
     assert encode_prompt(found, text) == made.encode(text).ids
+
+
+def test_f65_a_stop_token_that_is_an_ordinary_word_stays_text():
+    made = tokenizers.Tokenizer(
+        tokenizers.models.WordLevel({"a": 0, "END": 1, "?": 2, "[END]": 3}, unk_token="?")
+    )
+    made.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    found = HFTokenizer(made.to_str(), stop_tokens=[1, 3])
+    assert found.encode("a END [END]") == [0, 1, 2]
 
 
 @pytest.mark.parametrize("special", [False, True])
