@@ -79,13 +79,13 @@ RANGES = (
 
 
 PLAIN = bool | int | float | str | list | tuple | dict  # types of settings; and None
-# Settings of train.py that other files read too: they may come from any expression.
+# train.py's settings (those of the model are GPTConfig's fields): any expression may set them
 KNOWN = {*CHOICES, *(name for _, _, names in RANGES for name in names), "out_dir", "dataset",
          "init_from", "device", "compile", "decay_lr", "eval_only", "wandb_log", "wandb_project",
-         "wandb_run_name"}  # fmt: skip
+         "wandb_run_name", "fp8", "average_weights", "always_save_checkpoint"}  # fmt: skip
 ARITHMETIC = {f.__name__: f for f in (abs, float, int, max, min, round, str)}  # for defaults
 NUMBERS = {int: numbers.Integral, float: numbers.Real}  # numbers of these types are converted
-SHARED = ("out_dir", "seed", "device", "dtype")  # what sample.py takes from a training config
+SHARED = ("out_dir", "seed", "device", "dtype")  # sample.py takes them from a training config
 PATHS = ("out_dir", "dataset", "init_from", "to", "input", "out", "data")  # may begin with ~/
 
 
@@ -103,8 +103,8 @@ def read_settings(
     """Read a script's settings from its source without running it.
 
     Settings are module-level assignments of plain values, or of arithmetic with them, before the
-    call of `configure`. If the script runs, its `namespace` has the current values, also of
-    settings that other files read and of GPTConfig's fields that any other expression computes.
+    call of `configure`. If the script runs, its `namespace` has the current values, and those in
+    KNOWN and GPTConfig's fields may come from any expression.
     """
     namespace = namespace or {}
     known = KNOWN | {*getattr(namespace.get("GPTConfig"), "__dataclass_fields__", ())}
@@ -249,11 +249,11 @@ def run_config_file(
 ) -> None:
     """Run a Python config file and copy its settings, except for `ignored` ones, to `config`."""
     if not os.path.lexists(path):
-        files = [str(file.relative_to(HERE)) for file in CONFIGS.glob("*.py")]
-        close = difflib.get_close_matches(path, [*files, *map(os.path.basename, files)], n=1)
-        close = next((f", did you mean {f}?" for f in files if close and f.endswith(close[0])), "")
+        names = [file.name for file in CONFIGS.glob("*.py")]
+        close = difflib.get_close_matches(os.path.basename(path), names, n=1)
+        near = f", did you mean config/{close[0]}?" if close else ""
         raise UserError(
-            f"there is no config file {path!r}{close} (a setting is written --key=value)"
+            f"there is no config file {path!r}{near} (a setting is written --key=value)"
         )
     require_file(Path(path))
     source = Path(path).read_bytes()

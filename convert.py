@@ -243,13 +243,12 @@ def read_run(source: Path) -> Pretrained:
     """Read the weights of a train.py run from its folder or from a checkpoint in it."""
     path = source if source.is_file() else checkpoint.find(source)
     saved = checkpoint.load(path)
-    config = checkpoint.architecture(saved, GPTConfig, path).settings()
-    model_config = {name: config[name] for name in saved["model_config"]}  # not fields of your own
+    checkpoint.architecture(saved, GPTConfig, path)  # checks saved["model_config"]
     metadata = saved["pretrained"] or {"dtype": "float32"}
     if os.environ.get("RANK", "0") == "0":
         print(f"note: starting from {path} with a new optimizer; to resume that run, use "
               f"--out_dir={path.parent} --init_from=resume")  # fmt: skip
-    return Pretrained(model_config, saved["model"], saved["tokenizer"], metadata)
+    return Pretrained(saved["model_config"], saved["model"], saved["tokenizer"], metadata)
 
 
 def load_pretrained(source: str, data: DataSet, block_size: int, dropout: float) -> Start:

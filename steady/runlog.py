@@ -89,9 +89,9 @@ class RunLog:
         self.line(textwrap.fill(text, 100, subsequent_indent="  ", break_on_hyphens=False))
         from model import GPTConfig  # here, as model.py may import this file
 
-        notes = architecture_note(asked, config, GPTConfig), schedule_note(config)
-        for note in filter(None, notes):
-            self.line(note)
+        for note in architecture_note(asked, config, GPTConfig), schedule_note(config):
+            if note:
+                self.line(note)
 
     def start_clock(
         self, iter_num: int, tokens_per_iter: int, flops_per_token: int, process: Process

@@ -145,8 +145,8 @@ def check_start(path: Path) -> None:
     # e.g. data.csv?download=true, or data.csv.bak
     table = re.search(r"(\.csv|\.tsv|\.tab)(?=[?~.]|$)", path.name.lower())
     if (rows or table) and suffix not in (".txt", ".md"):
-        table_name = ".tsv" if table and table[1] in (".tsv", ".tab") else ".csv"
-        held, name = ("rows of JSON", ".jsonl") if rows else ("a table", table_name)
+        held = "rows of JSON" if rows else "a table"
+        name = ".jsonl" if rows else ".csv" if table[1] == ".csv" else ".tsv"
         packed = path.suffix if path.suffix.lower() in PACKED else ""
         raise UserError(
             f"{path} holds {held}: name it {name}{packed}, or .txt{packed} to read it as text"

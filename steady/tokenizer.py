@@ -470,18 +470,17 @@ def hf_tokenizer_meta(folder: Path) -> dict[str, Any]:
     settings = read_json(folder / "tokenizer_config.json")
     special = read_json(folder / "special_tokens_map.json")
     require_all_tokens(folder, (settings, special), vocabulary)
-    ends, confirmed = [], set()
+    given: dict[str, list[int]] = {}  # the ids of each file
     for name in ("config.json", "generation_config.json"):
         found = read_json(folder / name).get("eos_token_id")
-        confirmed.clear()
-        for id in found if isinstance(found, list) else [] if found is None else [found]:
+        given[name] = found if isinstance(found, list) else [] if found is None else [found]
+        for id in given[name]:
             if type(id) is not int or id not in range(tokenizer.vocab_size):
                 raise UserError(
                     f"{folder / name}: eos_token_id={reprlib.repr(id)} is not one of the "
                     f"tokenizer's {tokenizer.vocab_size} ids: correct it there, or set it to null"
                 )
-            ends.append(id)
-            confirmed.add(id)  # in the end those of generation_config.json
+    ends = [id for ids in given.values() for id in ids]
     before, after = added_by_template(tokenizer, path)
     names = [spelling(content.get("eos_token")) for content in (settings, special)]
     named = [vocabulary[name] for name in names if name in vocabulary]
@@ -489,6 +488,7 @@ def hf_tokenizer_meta(folder: Path) -> dict[str, Any]:
     usable = {*tokenizer.tokenizer.get_added_tokens_decoder()}
     if named:
         roles = [content.get(f"{role}_token") for content in (settings, special) for role in ROLES]
+        confirmed = {*given["generation_config.json"]}
         usable -= {vocabulary.get(spelling(token)) for token in roles} - confirmed
         usable -= {*before, tokenizer.unknown()}
         usable |= {*named}

@@ -6,6 +6,7 @@ import pytest
 from conftest import ROOT
 
 from configurator import (
+    KNOWN,
     Setting,
     check_values,
     configure,
@@ -14,6 +15,7 @@ from configurator import (
     read_settings,
     resolve,
 )
+from model import GPTConfig
 
 SCRIPT = '''"""A script."""
 # output
@@ -384,6 +386,11 @@ def test_settings_of_ones_own_may_have_names_of_other_scripts(tmp_path, monkeypa
     mine, theirs = ({name: Setting(3, "", "") for name in ("top_k", "seed")} for _ in range(2))
     found = resolve(mine, [str(tmp_path / "c.py")], theirs)
     assert found == {"top_k": 3, "seed": 5}
+
+
+def test_all_of_train_pys_settings_are_known():
+    fields = GPTConfig.__dataclass_fields__.keys()
+    assert read_settings(ROOT / "train.py").keys() <= KNOWN | fields
 
 
 def test_a_line_may_have_several_settings(tmp_path):
