@@ -58,7 +58,7 @@ def provide_libcuda(maps: Path = Path("/proc/self/maps")) -> str | None:
         return None
     with contextlib.suppress(OSError):
         ctypes.CDLL("libcuda.so.1")  # loading it does not start CUDA
-    mapped = maps.read_text() if maps.exists() else ""
+    mapped = maps.read_text(encoding="utf-8") if maps.exists() else ""
     library = re.search(r"/\S*/libcuda\.so[.\d]*$", mapped, re.MULTILINE)
     if library is None:
         return "libcuda.so.1 is not loaded: is the NVIDIA driver installed?"

@@ -136,6 +136,8 @@ def archive_previous_run(out_dir: Path, names: Sequence[str] = FILES) -> None:
     (aside / MARK).touch()
     for path in found:
         os.replace(path, aside / path.name)
+    names = ", ".join(path.name for path in found)
+    print(f"note: moved {names} to {aside}: this run does not continue from there")
     # remove those without a checkpoint first: runs started by mistake
     ours = [p for p in archives(out_dir).values() if (p / MARK).is_file() and not p.is_symlink()]
     kept = sorted(ours, key=lambda path: any(path.glob("*.pt")))
@@ -145,8 +147,6 @@ def archive_previous_run(out_dir: Path, names: Sequence[str] = FILES) -> None:
                 (old / name).unlink(missing_ok=True)
             print(f"note: removed {old}: at most {KEPT_ARCHIVES} previous runs are kept")
             old.rmdir()
-    names = ", ".join(path.name for path in found)
-    print(f"note: moved {names} to {aside}: this run does not continue from there")
 
 
 def archives(out_dir: Path) -> dict[int, Path]:
