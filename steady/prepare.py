@@ -193,6 +193,8 @@ def encode_document(tokenizer: Tokenizer, piece: Piece) -> list[Sequence[int]]:
     pieces = cut_text(tokenizer, [piece.text], piece.before, piece.after)
     encode = getattr(tokenizer, "encode_between", lambda _, text, __: tokenizer.encode(text))
     ids = list(itertools.starmap(encode, pieces))
+    if not (piece.before or piece.after or any(map(len, ids))):  # the tokenizer drops all of it
+        return []
     begin = [] if tokenizer.begin_of_text is None or piece.before else [tokenizer.begin_of_text]
     end = [] if tokenizer.end_of_text is None or piece.after else [tokenizer.end_of_text]
     if getattr(tokenizer, "special_tokens", False):  # the text may contain them already

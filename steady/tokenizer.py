@@ -38,7 +38,8 @@ GPT2_FILES = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main"
 PIECE = 2**18  # characters of a long text to tokenize at a time
 BORDER = re.compile(r"(?<=\S)[ \t\r\n]|(?<=[。！？])(?=[^\W_])")  # hardly any token crosses these
 ANYWHERE = re.compile("")  # for characters and bytes
-NOWHERE = re.compile(r"(?!)")  # for tokens that depend on their place in the text
+NOWHERE = re.compile(r"(?!)")  # for tokens that depend on their place, or span several words
+SEVERAL_WORDS = re.compile(r"[^\sĠĊĉ▁][\sĠĊĉ▁]+[^\sĠĊĉ▁]")  # in the spellings of vocabularies
 WINDOW = 2**11  # characters to look at on each side of a cut
 CONTROL = re.compile(r"<.+>|\[.+\]")  # names of tokens that are no ordinary text
 
@@ -47,12 +48,13 @@ def cut_text(
     tokenizer: Tokenizer, chunks: Iterable[str], before: str = "", after: str = ""
 ) -> Iterator[tuple[str, str, str]]:
     """Cut the text in `chunks` where that does not change its ids. Yields pieces of it, each
-    between the text before and after it, up to WINDOW characters.
+    between the text before and after it, of at least WINDOW characters. The text before begins at
+    a border too, so that the words in it are those of the whole text.
 
-    before, after: at least WINDOW characters of the text around it, if it is part of a longer one.
+    before, after: such text around it, if it is part of a longer one.
     """
     border = ANYWHERE if isinstance(tokenizer, CharTokenizer | ByteTokenizer) else BORDER
-    if '"FixedLength"' in getattr(tokenizer, "content", ""):
+    if getattr(tokenizer, "depends_on_place", False):
         border = NOWHERE
     text, start, length = "", 0, PIECE  # text[start:] is left, and a cut is due after `length`
     for chunk in chunks:
@@ -67,7 +69,9 @@ def cut_text(
                 continue
             cut = found.start()
             yield before, text[start:cut], text[cut : cut + WINDOW]
-            before, start, length = text[cut - WINDOW : cut], cut, PIECE
+            near = border.finditer(text, max(start, cut - 2 * WINDOW), cut - WINDOW)
+            begin = max((found.start() for found in near), default=start)
+            before, start, length = text[begin:cut], cut, PIECE
     yield before, text[start:], after
 
 
@@ -222,6 +226,8 @@ class HFTokenizer:
             raise UserError(
                 f"this tokenizer.json has id {self.vocab_size - 1}, but {len(vocabulary)} tokens"
             )
+        words = map(SEVERAL_WORDS.search, self.tokenizer.get_vocab(with_added_tokens=False))
+        self.depends_on_place = '"FixedLength"' in content or any(words)
         # the byte fallback tokens that some models have: <0x00> to <0xFF>
         bytes_ = [vocabulary.get(f"<0x{i:02X}>") for i in range(256)]
         self.byte_ids = None if None in bytes_ else bytes_
@@ -440,7 +446,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """The object in a JSON file; empty if there is no such file. Raises UserError otherwise."""
     require_file(path)
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8-sig"))
         if not isinstance(content, dict):
             raise ValueError(f"it holds a {type(content).__name__}, not an object")
         return content
@@ -463,7 +469,7 @@ def hf_tokenizer_meta(folder: Path) -> dict[str, Any]:
         return {}
     require_file(path)
     try:
-        tokenizer = HFTokenizer(path.read_text(encoding="utf-8"))
+        tokenizer = HFTokenizer(path.read_text(encoding="utf-8-sig"))
     except (OSError, ValueError) as error:
         raise UserError(f"{path}: {error}") from None
     vocabulary = tokenizer.tokenizer.get_vocab(with_added_tokens=True)
@@ -490,8 +496,8 @@ def hf_tokenizer_meta(folder: Path) -> dict[str, Any]:
         roles = [content.get(f"{role}_token") for content in (settings, special) for role in ROLES]
         confirmed = {*given["generation_config.json"]}
         usable -= {vocabulary.get(spelling(token)) for token in roles} - confirmed
-        usable -= {*before, tokenizer.unknown()}
-        usable |= {*named}
+        usable |= confirmed if confirmed & {*named} else set()  # ordinary text too: a line feed
+        usable = usable - {*before, tokenizer.unknown()} | {*named}
     else:  # files without added tokens may have </s> or [EOS] as a word
         usable |= {id for name, id in vocabulary.items() if CONTROL.fullmatch(name)}
         usable = usable or {*ends}
@@ -516,9 +522,15 @@ def spelling(token: Any) -> str | None:
     return token if isinstance(token, str) else None
 
 
+def as_text(value: Any) -> Any:
+    """Replace tokens that are objects, which transformers rejects in some places, by their text."""
+    return [*map(as_text, value)] if isinstance(value, list) else spelling(value) or value
+
+
 NAMED_TOKENS = (  # the keys of tokenizer_config.json and special_tokens_map.json that add tokens
-    "added_tokens_decoder", "additional_special_tokens", "extra_special_tokens", "bos_token",
-    "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token",
+    "added_tokens_decoder", "additional_special_tokens", "extra_special_tokens",
+    "model_specific_special_tokens", "bos_token", "eos_token", "unk_token", "pad_token",
+    "sep_token", "cls_token", "mask_token",
 )  # fmt: skip
 
 
@@ -550,13 +562,18 @@ def added_by_template(tokenizer: HFTokenizer, path: Path) -> tuple[list[int], li
             encoding = tokenizer.tokenizer.encode(text)
         except Exception:  # a vocabulary without an unknown token
             continue
+        except BaseException as error:  # a Rust library's panic: the template lacks a token
+            if isinstance(error, KeyboardInterrupt):
+                raise
+            raise UserError(f"{path} has an invalid template: {error}") from None
         ids, mask = encoding.ids, encoding.special_tokens_mask  # 1: added by the template
         if 0 in mask:
             first, last = mask.index(0), len(ids) - mask[::-1].index(0)
-            if first > 1 or 1 in mask[first:last]:
+            nameless = [id for id in ids[:first] if not tokenizer.tokenizer.id_to_token(id)]
+            if first > 1 or 1 in mask[first:last] or nameless:
                 raise UserError(
                     f"{path} has a template that is not supported: {first} tokens before a text "
-                    "instead of at most one, or tokens inside it"
+                    "instead of at most one, tokens inside it, or ids without a token"
                 )
             return ids[:first], ids[last:]
     return [], []
@@ -612,14 +629,16 @@ def write_hf_tokenizer(
         written = tokenizers.ByteLevelBPETokenizer(vocab, pairs)
         written.add_special_tokens(["<|endoftext|>"])
     left_out = ("auto_map", "backend", "is_local", "processor_class",
+                "added_tokens_decoder",  # tokenizer.json has them, maybe with other flags
                 "split_special_tokens")  # prompts are read with special tokens  # fmt: skip
-    given = {"clean_up_tokenization_spaces": False} | pretrained_files.get("tokenizer_config", {})
-    settings = {key: value for key, value in given.items() if key not in left_out}
+    given = {"padding_side": "left"} | pretrained_files.get("tokenizer_config", {})
+    settings = {key: as_text(value) for key, value in given.items() if key not in left_out}
     if isinstance(settings.get("extra_special_tokens"), list):  # transformers 4 rejects it
         settings["additional_special_tokens"] = settings.pop("extra_special_tokens")
     settings |= {
         "tokenizer_class": "PreTrainedTokenizerFast",  # reads tokenizer.json unchanged
         "model_input_names": ["input_ids", "attention_mask"],  # models reject token_type_ids
+        "clean_up_tokenization_spaces": False,  # sample.py does not
         "add_bos_token": begin is not None,
         "add_eos_token": False,
     }
@@ -635,6 +654,7 @@ def write_hf_tokenizer(
     files = {"tokenizer.json": written.to_str(pretty=True)}
     files["tokenizer_config.json"] = json.dumps(settings, indent=2) + "\n"
     if special := pretrained_files.get("special_tokens_map"):
+        special = {key: as_text(value) for key, value in special.items()}
         files["special_tokens_map.json"] = json.dumps(special, indent=2) + "\n"
     for name, text in pretrained_files.get(TEMPLATES, {}).items():
         files[f"{TEMPLATES}/{name}.jinja"] = text

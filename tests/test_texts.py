@@ -22,7 +22,7 @@ from conftest import ROOT, TINY
 import configurator
 import convert
 from configurator import read_settings, resolve
-from steady import checkpoint, prepare, textfiles
+from steady import UserError, checkpoint, prepare, textfiles
 from steady import tokenizer as tokenizers_
 from steady.dataloader import DataSet, read_meta
 from steady.prepare import prepare_from_files, write_dataset
@@ -67,9 +67,12 @@ def sentencepiece():
         [tokenizers.normalizers.Prepend("▁"), tokenizers.normalizers.Replace(" ", "▁")]
     )
     special = ["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256))]
+    # only while it learns: no token spans two words
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace(prepend_scheme="never")
     made.train_from_iterator(
         STORIES, tokenizers.trainers.BpeTrainer(vocab_size=400, special_tokens=special)
     )
+    made.pre_tokenizer = None
     made.add_special_tokens(["<s>", "</s>"])
     made.decoder = tokenizers.decoders.Sequence([
         tokenizers.decoders.Replace("▁", " "), tokenizers.decoders.ByteFallback(),
@@ -1586,3 +1589,102 @@ def test_f68_doing_what_train_and_convert_say_of_a_model_works(run, tmp_path):
         with pytest.raises(ValueError, match=message):
             run(*export, *filter(None, [to]))
     run(*export, f"--to={tmp_path / 'other'}")
+
+
+def with_merges(merges, pattern):
+    """A byte-level BPE with these merges, and words by `pattern` ("": a text is one word)."""
+    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    vocabulary = {character: i for i, character in enumerate(sorted(alphabet))}
+    for pair in merges:
+        vocabulary["".join(pair)] = len(vocabulary)
+    made = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocabulary, merges=merges))
+    bytes_ = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    split = tokenizers.pre_tokenizers.Split(tokenizers.Regex(pattern), "isolated")
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Sequence(
+        [split, bytes_] if pattern else [bytes_]
+    )
+    return made
+
+
+@pytest.mark.parametrize(
+    ("merges", "pattern", "unit"),
+    [
+        ([("-", "-"), ("--", "--"), ("----", "----"), ("-", "Ċ")],  # Qwen's and Llama 3's words
+         r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+",
+         "-" * 3001 + "\n"),
+        ([("h", "a"), ("ha", "Ġ"), ("haĠ", "haĠ"), ("haĠhaĠ", "haĠhaĠ")], "", "ha "),
+    ],
+)  # fmt: skip
+def test_f69_long_words_and_tokens_of_several_words_survive_seams(
+    monkeypatch, merges, pattern, unit
+):
+    """Windows that begin inside of a word pair its characters in another way than its piece."""
+    monkeypatch.setattr(tokenizers_, "PIECE", 10_000)
+    tokenizer = HFTokenizer(with_merges(merges, pattern).to_str())
+    text = unit * (60_000 // len(unit)) + "end"
+    chunks = [text[i : i + 777] for i in range(0, len(text), 777)]
+    assert sum(encode_pieces(tokenizer, chunks), []) == tokenizer.encode(text)
+
+
+def test_f66_tokens_that_are_objects_and_their_flags_load_in_transformers(tmp_path):
+    """Flags that only tokenizer_config.json has would give transformers other ids than ours."""
+    byte_level(["</s>", "<|x|>"]).save(str(tmp_path / "tokenizer.json"))
+    meta = load_tokenizer(f"hf:{tmp_path}").meta() | {"end_of_text": 0, "stop_tokens": [0]}
+    (tmp_path / "out").mkdir()
+    flags = {"content": "</s>", "rstrip": True, "lstrip": True, "special": True,
+             "single_word": False, "normalized": False}  # fmt: skip
+    tokenizers_.write_hf_tokenizer(meta, tmp_path / "out", {
+        "tokenizer_config": {"eos_token": {"content": "</s>"}, "added_tokens_decoder": {"0": flags},
+                             "clean_up_tokenization_spaces": True},
+        "special_tokens_map": {"additional_special_tokens": [{"content": "<|x|>"}]},
+    })  # fmt: skip
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert theirs.eos_token == "</s>" and theirs.padding_side == "left"
+    assert not theirs.clean_up_tokenization_spaces
+    prompt = "a </s> b <|x|> don 't ."
+    assert theirs(prompt).input_ids == encode_prompt(from_meta(meta), prompt)
+
+
+def test_f62_generation_config_may_confirm_a_stop_token_that_is_text(tmp_path):
+    byte_level(["<s>", "</s>"]).save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
+    line_feed = load_tokenizer(f"hf:{tmp_path}").encode("\n")[0]
+    (tmp_path / "generation_config.json").write_text(f'{{"eos_token_id": [1, {line_feed}]}}')
+    assert load_tokenizer(f"hf:{tmp_path}").stop_tokens == [1, line_feed]
+    (tmp_path / "tokenizer_config.json").write_text(
+        '{"eos_token": "</s>", "model_specific_special_tokens": {"image": "<img>"}}'
+    )
+    with pytest.raises(UserError, match="lacks .'<img>'."):
+        load_tokenizer(f"hf:{tmp_path}")
+
+
+@pytest.mark.parametrize(
+    ("token", "message"), [({}, "invalid template"), ({"<s>": 9999}, "ids without a token")]
+)
+def test_f61_a_template_without_its_token_is_one_line(tmp_path, token, message, capfd):
+    content = json.loads(byte_level(["<s>"], begin="<s>").to_str())
+    for name in content["post_processor"]["special_tokens"]:
+        token = {name: {"id": name, "ids": [id], "tokens": [name]} for name, id in token.items()}
+    content["post_processor"]["special_tokens"] = token
+    (tmp_path / "tokenizer.json").write_text("\ufeff" + json.dumps(content), encoding="utf-8")
+    with pytest.raises(UserError, match=message):
+        load_tokenizer(f"hf:{tmp_path}")
+
+
+def test_f67_long_numbers_and_empty_archives(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text(f'{{"id": {"9" * 5000}, "text": "abc"}}\n' * 9)
+    prepare_from_files(tmp_path / "out", "byte", [path], val_fraction=0.2)
+    path = tmp_path / "a.json.gz"
+    path.write_bytes(b"")
+    with pytest.raises(UserError, match="a.json.gz is empty: download it again"):
+        prepare_from_files(tmp_path / "out", "byte", [path])
+
+
+def test_f62_a_document_without_ids_leaves_no_separator():
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "</s>": 1}, unk_token="a"))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    tokenizer = HFTokenizer(made.to_str(), end_of_text=1)
+    for text, expected in ((" \n ", []), ("a", [0, 1])):
+        found = prepare.encode_document(tokenizer, prepare.Piece("train", text, ""))
+        assert [id for ids in found for id in ids] == expected
