@@ -258,7 +258,7 @@ def run_config_file(
     require_file(Path(path))
     source = Path(path).read_bytes()
     namespace = {name: setting.default for name, setting in ignored.items()}
-    namespace |= config | {"__file__": path}
+    namespace |= config | {"__file__": path, "__name__": "__main__"}
     folder = os.path.dirname(os.path.abspath(path))
     sys.path.insert(0, folder)  # for `from base import *`
     before = set(sys.modules)
@@ -279,8 +279,12 @@ def run_config_file(
     assigned = {ast.unparse(t) for node in ast.walk(parsed) for t in getattr(node, "targets", ())}
     for node in parsed.body:
         bare = isinstance(node, ast.AnnAssign) and not node.value  # n_layer: 6
-        if bare and ast.unparse(node.target) not in assigned:
-            line = ast.unparse(node)
+        # {"n_layer": 6}, or a class with settings in it
+        idle = isinstance(node, ast.Expr) and isinstance(node.value, ast.Dict)
+        inner = node.body if isinstance(node, ast.ClassDef) else ()
+        inner = {ast.unparse(t) for part in inner for t in getattr(part, "targets", ())}
+        if idle or inner & settings.keys() or bare and ast.unparse(node.target) not in assigned:
+            line = ast.unparse(node).partition("\n")[0]
             raise UserError(
                 f"{path}, line {node.lineno}: {line!r} sets nothing: write name = value"
             )

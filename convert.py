@@ -28,7 +28,7 @@ from torch.nn import functional as F
 
 from configurator import configure
 from model import GPT, GPTConfig
-from steady import UserError, checkpoint
+from steady import UserError, checkpoint, distributed
 from steady.checkpoint import Start
 from steady.dataloader import DataSet
 from steady.folder import atomic_write, require_file
@@ -184,6 +184,7 @@ def read_pretrained(source: str) -> Pretrained:
     if missing := sorted(used - {file.name for file in files}):
         raise UserError(f"{folder} lacks {', '.join(missing[:5])}: download the model again")
     files = [file for file in files if file.name in used] or files
+    distributed.require_same_files(*files)
     tensors = {}
     for file in files:
         require_file(file)
@@ -243,6 +244,7 @@ def read_run(source: Path) -> Pretrained:
     """Read the weights of a train.py run from its folder or from a checkpoint in it."""
     path = source if source.is_file() else checkpoint.find(source)
     saved = checkpoint.load(path)
+    distributed.require_same_files(path)
     checkpoint.architecture(saved, GPTConfig, path)  # checks saved["model_config"]
     metadata = saved["pretrained"] or {"dtype": "float32"}
     if os.environ.get("RANK", "0") == "0":

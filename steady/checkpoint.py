@@ -653,6 +653,7 @@ def resume(
         config: train.py's settings.
     """
     saved, model_config = load(path, EVERYTHING), asked.settings()
+    distributed.require_same_files(path)
     was = architecture(saved, type(asked), path).settings()
     if saved["pretrained"]:
         model_config = was | {key: model_config[key] for key in ("block_size", "dropout")}
@@ -676,11 +677,13 @@ def resume(
         """The best loss so far, and the files in the folder that belong to another run."""
         print(f"resuming from {path} at iteration {saved['iter_num']}")
         stale_files = []
-        best = peek(path.with_name("best.pt"), "iter_num", -1)
+        best, loss = (peek(path.with_name("best.pt"), key, -1)
+                      for key in ("iter_num", "best_val_loss"))  # fmt: skip
         if best < 0 and saved["best_val_loss"] < math.inf:
             print("note: best.pt is missing: the best loss so far is discarded")
         other_windows = print_changes(saved, data, config, process.dtype)
-        if other_windows or not 0 <= best <= saved["iter_num"]:
+        # it may be from a later iteration, or another run's
+        if other_windows or not 0 <= best <= saved["iter_num"] or loss != saved["best_val_loss"]:
             stale_files.append("best.pt")
         if peek(path.with_name("before_decay.pt"), "iter_num", -1) >= saved["iter_num"]:
             stale_files.append("before_decay.pt")

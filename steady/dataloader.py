@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from configurator import configs_for, dataset_name
-from steady import UserError
+from steady import UserError, distributed
 from steady.distributed import SINGLE_PROCESS, Process
 from steady.folder import crc_of_start, require_file
 from steady.shuffle import permute, scramble
@@ -103,6 +103,8 @@ class DataSet:
                     f"{path} does not belong to its meta.json, or is an incomplete copy: copy or "
                     "prepare the data set again"
                 )
+        names = "train.bin", "val.bin", "meta.json"
+        distributed.require_same_files(*(folder / name for name in names))
 
     def open(self, block_size: int, vocab_size: int) -> tuple["TokenFile", "TokenFile"]:
         """The training and validation tokens, for a model with this context and vocabulary."""

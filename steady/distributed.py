@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import is_dataclass, replace
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -29,6 +30,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from steady import UserError
+from steady.folder import crc_of_start
 from steady.hardware import choose_device, choose_dtype
 from steady.recompute import repeated_blocks
 
@@ -272,6 +274,20 @@ def gather_objects(process: Process, value: Any) -> list[Any]:
     values: list[Any] = [None] * process.world_size
     dist.all_gather_object(values, value)
     return values
+
+
+def require_same_files(*paths: Path) -> None:
+    """Raises UserError if some machines have other files under these names, judging by their size
+    and their first MiB. (A checkpoint has its settings and its iteration there.)"""
+    if dist.is_initialized():
+        own = [(path.stat().st_size, crc_of_start(path)) for path in paths if path.exists()]
+        every: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(every, own)
+        if any(other != every[0] for other in every):
+            names = ", ".join(map(str, paths[:3]))
+            raise UserError(
+                f"{names}: not the same on all machines: copy them from one to the others"
+            )
 
 
 def launcher() -> list[str]:

@@ -138,9 +138,9 @@ def archive_previous_run(out_dir: Path, names: Sequence[str] = FILES) -> None:
         os.replace(path, aside / path.name)
     names = ", ".join(path.name for path in found)
     print(f"note: moved {names} to {aside}: this run does not continue from there")
-    # remove those without a checkpoint first: runs started by mistake
+    # remove those without a ckpt.pt first: runs started by mistake, or files of a run left stale
     ours = [p for p in archives(out_dir).values() if (p / MARK).is_file() and not p.is_symlink()]
-    kept = sorted(ours, key=lambda path: any(path.glob("*.pt")))
+    kept = sorted(ours, key=lambda path: (path / "ckpt.pt").exists())
     for old in kept[:-KEPT_ARCHIVES]:
         with contextlib.suppress(OSError):  # another user's, or it has other files
             for name in (*FILES, MARK):

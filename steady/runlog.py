@@ -218,7 +218,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     """The entries of a metrics.jsonl. Skips lines that are not entries."""
     return [
         entry for entry in read_json_lines(path)
-        if type(entry.get("iter")) is int and 0 <= entry["iter"] < 2**27
+        if type(entry.get("iter")) is int and 0 <= entry["iter"] < 2**24
     ]  # fmt: skip
 
 

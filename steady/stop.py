@@ -2,6 +2,7 @@
 error. Saves the state and prints the command that resumes the run."""
 
 import math
+import os
 import shlex
 import signal
 import sys
@@ -35,6 +36,11 @@ def on_signals(names: Sequence[str], handler: Callable) -> None:
             signal.signal(signum, handler)
 
 
+def ignore(*_: object) -> None:
+    """A signal handler that does nothing. (With SIG_IGN Python complains about signals that have
+    already arrived.)"""
+
+
 class StopRequest:
     """Records the first signal. The run then finishes its step or leaves its evaluation, and saves.
     Before `training` is set there is nothing to save, and a signal ends the process at once. (The
@@ -48,13 +54,16 @@ class StopRequest:
 
     def __init__(self, process: Process, saves: bool = True):
         self.received, self.training, self.process = False, False, process
+        self.parent = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
         if saves:
             names = "SIGINT", "SIGTERM", "SIGHUP", "SIGXCPU", "SIGUSR1", "SIGUSR2"
             on_signals(names, self.receive)
 
     def stop_requested(self) -> bool:
-        """Whether any process has received a signal. All processes must call it (an all-reduce)."""
-        return distributed.any_process(self.received)
+        """Whether any process has received a signal, or its torchrun has died (of SIGUSR1, for
+        example, which it does not forward). All processes must call it (an all-reduce)."""
+        orphaned = self.parent and os.getppid() != self.parent
+        return distributed.any_process(self.received or bool(orphaned))
 
     def receive(self, signum: int, frame: object) -> None:
         typed = signum == signal.SIGINT and self.process.world_size == 1 and not self.received
@@ -62,9 +71,9 @@ class StopRequest:
         if not self.training:
             raise KeyboardInterrupt if signum == signal.SIGINT else SystemExit(128 + signum)
         # restore the default handler: raising here could deadlock the reader thread
-        signal.signal(signum, signal.SIG_DFL if typed else signal.SIG_IGN)
+        signal.signal(signum, signal.SIG_DFL if typed else ignore)
         if not typed:
-            signal.signal(signal.SIGINT, signal.SIG_IGN)
+            signal.signal(signal.SIGINT, ignore)
         if self.process.master:  # not print: the signal may have interrupted one
             again = b"; Ctrl-C again stops at once" if typed else b""
             output.SafeStream(1, 2).write(b"\nstopping and saving" + again + b"\n")
@@ -201,7 +210,7 @@ class Saving:
 def stop_message(iter_num: int, path: Path) -> str:
     """The last lines of a run that a signal has stopped: the checkpoint and the command that
     resumes. Ignores further signals: there is nothing left to stop."""
-    on_signals(("SIGINT", "SIGTERM"), signal.SIG_IGN)
+    on_signals(("SIGINT", "SIGTERM"), ignore)
     command = resume_command(path.parent)
     return f"stopped at iteration {iter_num}, saved {path}; to resume:\n  {command}"
 

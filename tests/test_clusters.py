@@ -20,7 +20,9 @@ import model as model_file
 from configurator import read_settings, resolve
 from model import GPT, GPTConfig
 from steady import UserError, checkpoint, distributed, folder
+from steady.distributed import Process
 from steady.optim import schedule_note
+from steady.stop import StopRequest
 
 HEADER = """#define _GNU_SOURCE
 #include <dlfcn.h>
@@ -477,3 +479,13 @@ def test_f79_checksums_of_parts_make_that_of_the_whole(tmp_path, sizes):
         found ^= checkpoint.write_data(path, part, 7, before, len(whole) - before - size)
         before += size
     assert found == zlib.crc32(whole) and path.read_bytes() == bytes(7) + whole
+
+
+@pytest.mark.parametrize("dead", [False, True])
+def test_f72_workers_whose_torchrun_has_died_save_and_end(monkeypatch, dead):
+    """SIGUSR1 kills torchrun, which does not forward it; its workers went on training."""
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    request = StopRequest(Process(), saves=False)
+    parent = 1 if dead else os.getppid()
+    monkeypatch.setattr(os, "getppid", lambda: parent)
+    assert request.stop_requested() is dead

@@ -543,6 +543,24 @@ hardware.peak_flops = lambda device, dtype, devices: devices * 1e12
 """
 
 
+@pytest.mark.parametrize(
+    ("name", "start"), [("val.bin", "scratch"), ("ckpt.pt", "resume"), ("best.pt", "FOLDER")]
+)
+def test_files_that_differ_between_machines_are_refused(launch, alone, tmp_path, name, start):
+    """The mean loss of two models, or of two texts, looked like any other."""
+    shutil.copytree(alone, tmp_path, dirs_exist_ok=True)
+    code = f"""
+import os
+from steady import distributed
+original = distributed.crc_of_start
+own = lambda path: int(os.environ["RANK"]) if path.name == "{name}" else original(path)
+distributed.crc_of_start = own
+"""
+    start = alone if start == "FOLDER" else start
+    shown = launch(2, tmp_path, f"--init_from={start}", "--max_iters=3", code=code, fails=True)
+    assert re.search(rf"error: .*{name}.*: not the same on all machines: copy", shown[0])
+
+
 def test_f45_a_folder_in_use_ends_all_processes_and_one_says_so(launch, tmp_path):
     hold = "import sys; from pathlib import Path; from steady import folder; "
     hold += "folder.claim(Path(sys.argv[1])); print(flush=True); sys.stdin.read()"

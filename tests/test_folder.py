@@ -149,9 +149,10 @@ def test_earlier_run_is_moved_aside_not_overwritten(tmp_path, capsys):
     folder.archive_previous_run(tmp_path)
     assert (tmp_path / "previous" / "ckpt.pt").read_text() == "old"
     assert "previous" in capsys.readouterr().out
-    for n in range(2, 12):  # accidental starts
-        (tmp_path / "metrics.jsonl").write_text(f"run {n}")
+    for n in range(2, 12):  # accidental starts, and files of a run that a resume leaves behind
+        name = "best.pt" if n % 2 else "metrics.jsonl"
+        (tmp_path / name).write_text(f"run {n}")
         folder.archive_previous_run(tmp_path)
-        assert (tmp_path / f"previous-{n}" / "metrics.jsonl").read_text() == f"run {n}"
+        assert (tmp_path / f"previous-{n}" / name).read_text() == f"run {n}"
         assert len(folder.archives(tmp_path)) == 2
     assert (tmp_path / "previous" / "ckpt.pt").read_text() == "old"

@@ -316,7 +316,7 @@ def test_f19_gradients_that_are_never_finite_are_told_once_and_end_the_run(
 @pytest.mark.parametrize(
     ("signals", "apart"),
     [(("SIGTERM", "SIGTERM"), 0.2), (("SIGTERM", "SIGINT"), 0.2),
-     (("SIGINT", "SIGTERM", "SIGTERM"), 0.0)],
+     (("SIGINT", "SIGTERM", "SIGTERM"), 0.0), (("SIGSTOP", "SIGHUP", "SIGINT", "SIGCONT"), 0.0)],
 )  # fmt: skip
 def test_f72_only_a_second_ctrl_c_kills_a_run_that_is_saving(fork, sums, tmp_path, signals, apart):
     """Nobody types SIGTERM twice: a wrapper forwards it, and the process group gets it too."""
@@ -328,6 +328,7 @@ def test_f72_only_a_second_ctrl_c_kills_a_run_that_is_saving(fork, sums, tmp_pat
         time.sleep(apart)
     rest = process.stdout.read()
     assert process.wait(30) == 0 and "stopped at iteration" in rest, rest
+    assert "Traceback" not in rest, rest  # Python's, of signals that arrived together
     assert checkpoint.load(tmp_path / "ckpt.pt")["iter_num"] > 0
 
 
@@ -987,6 +988,15 @@ def test_f25_a_mistake_that_is_stopped_at_once_changes_no_checkpoint(
     shown = train(run, tmp_path, sums, *resume, "--learning_rate=3.0")
     assert "note: val.bin" not in shown and "best.pt is missing" in shown
     assert checkpoint.load(tmp_path / "best.pt")["iter_num"] == 10  # the best one since then
+
+
+def test_a_best_pt_of_another_run_does_not_count_as_this_ones(run, sums, tmp_path):
+    train(run, tmp_path, sums, "--max_iters=10", "--eval_interval=5")
+    best = checkpoint.load(tmp_path / "best.pt")
+    checkpoint.save(tmp_path / "best.pt", best | {"best_val_loss": 9.0})
+    shown = train(run, tmp_path, sums, "--init_from=resume", "--max_iters=11", "--eval_interval=0")
+    assert "best val loss" not in shown and not (tmp_path / "best.pt").exists()
+    assert checkpoint.load(tmp_path / "previous" / "best.pt")["best_val_loss"] == 9.0
 
 
 def test_a_best_loss_without_its_weights_is_discarded(run, sums, tmp_path):
