@@ -167,7 +167,9 @@ def configure(
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace", line_buffering=True)
     sys.argv[1:] = [argument.rstrip("\r") for argument in sys.argv[1:]]  # from a Windows file
-    if "__file__" not in namespace:  # exec(open("train.py").read()), e.g. in a notebook
+    script = Path(namespace.get("__file__", ""))
+    if not script.is_file() or "(globals(" not in script.read_text(encoding="utf-8"):
+        # exec(open("train.py").read()), e.g. in a notebook
         found = {str(script): read_settings(script) for script in HERE.glob("*.py")}
         fitting = [script for script in found if found[script].keys() <= namespace.keys()]
         namespace["__file__"] = max(fitting, key=lambda script: len(found[script]))
@@ -326,6 +328,8 @@ def check(setting: Setting, value: Any, where: str) -> Any:
     kind = type(setting.default)
     if type(value) is kind or setting.default is None:
         return value
+    if kind in (list, tuple) and isinstance(value, list | tuple):
+        return kind(value)
     if isinstance(value, NUMBERS.get(kind, ())) and not isinstance(value, bool):
         with contextlib.suppress(OverflowError):  # 10**400 is no float
             return kind(value)

@@ -28,7 +28,7 @@ from steady import checkpoint, compiling, distributed, folder, hardware, memory,
 from steady.dataloader import DataLoader, DataSet, Replayable, eval_batches
 from steady.distributed import reshard
 from steady.float8 import use_float8
-from steady.generate import sample_while_training
+from steady.generate import evaluation_mode, sample_while_training
 from steady.memory import undone
 from steady.optim import AveragedWeights, own_gradients, schedule_end, set_second_target
 from steady.recompute import use_activation_checkpointing
@@ -199,12 +199,11 @@ def evaluate(model: torch.nn.Module, batches: Iterable) -> torch.Tensor:
     """Return this process's part of the mean loss over `batches` of (tokens, targets, weight). The
     mean is the sum of all processes' parts."""
     total = torch.zeros((), device=process.device)
-    model.eval()
-    for tokens, targets, weight in batches:
-        with autocast:
-            total += weight * model(tokens, targets)
+    with evaluation_mode(model):
+        for tokens, targets, weight in batches:
+            with autocast:
+                total += weight * model(tokens, targets)
     reshard(raw_model)  # with fsdp: drop gathered weights, as a backward pass does
-    model.train()
     return total
 
 

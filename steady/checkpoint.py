@@ -83,6 +83,7 @@ def require_plain(content: dict[str, Any], path: Path) -> None:
         except Exception as error:
             found = re.search(r"GLOBAL (\S+)", str(error))
             reason = found[1] if found else f"something else ({error})"
+            reason = "a NumPy array" if "multiarray" in reason else reason
             raise UserError(
                 f"{path} cannot hold {key!r}, because it has {reason}: save only dense tensors, "
                 "numbers, strings, lists, tuples and dicts (of a module or optimizer: its "
@@ -112,6 +113,14 @@ def save(
     content = {key: getattr(value, "_orig_mod", value) for key, value in content.items()}
     model = content.get("model")
     content = {"format": FORMAT, "launch": distributed.launch_id()} | as_saved(content)
+    for key in (
+        content.keys() - EVERYTHING.keys()
+    ):  # your own, which may have changed since the start
+        try:
+            require_plain({key: content[key]}, path)
+        except UserError as error:
+            print(f"warning: {error}; saving the rest")
+            del content[key]
     require_plain(content, path)
     if not process.shards_model:
         if not process.master:

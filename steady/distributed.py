@@ -11,6 +11,8 @@ fsdp: PyTorch's FSDP2. Every process holds a shard of the weights, gradients and
 import atexit
 import contextlib
 import functools
+import gc
+import io
 import json
 import math
 import os
@@ -183,6 +185,7 @@ def start(process: Process, config: dict[str, Any], cuda_graphs: bool = False) -
         join(process, config.get("backend", "auto"))
     names = {name: config[name] for name in NAMES if name in config}
     config |= on_rank0_first(process, lambda: first_in_launch("names", names))
+    launch_id()  # ask for it now: torchrun may be dead when the run saves
     if process.world_size == 1:
         return
     # "auto" may choose another dtype on another GPU
@@ -315,8 +318,11 @@ def exit_now(status: int = 0) -> None:
     """Exit without Python's own shutdown, which aborts if one of torch's threads is still finishing
     ("terminate called without an active exception")."""
     atexit._run_exitfuncs()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    gc.unfreeze()  # memory.fit has hidden the set-up's objects
+    files = [file for file in gc.get_objects() if issubclass(type(file), io.IOBase)]
+    for file in (*files, sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):  # it is closed, for example
+            file.flush()
     os._exit(status)
 
 

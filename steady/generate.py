@@ -8,7 +8,7 @@ import contextlib
 import inspect
 import math
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -255,6 +255,19 @@ def as_cuda_graph(
     return replay
 
 
+@contextlib.contextmanager
+def evaluation_mode(model: torch.nn.Module) -> Iterator[None]:
+    """Turn dropout and the like off in the `with` block. Afterwards each module has its earlier
+    mode, so those that you have switched off with `.eval()` stay off."""
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+
+
 def sample_while_training(
     model: GPT,
     data: DataSet,
@@ -270,13 +283,11 @@ def sample_while_training(
     device, tokenizer = next(model.parameters()).device, from_meta(data.tokenizer)
     tokens = next(eval_batches(file, 1, 1))[0][:, :8].to(device)  # (1, T)
     generator = torch.Generator(device).manual_seed(seed)
-    model.eval()
-    with torch.compiler.set_stance("force_eager"), autocast:
+    with torch.compiler.set_stance("force_eager"), autocast, evaluation_mode(model):
         out = generate(
             model, tokens, 100, temperature=0.8, top_k=200, vocab_size=tokenizer.vocab_size,
             generator=generator,
         )  # fmt: skip
-    model.train()
     reshard(model)  # as after an evaluation
     # Sampling leaves cached blocks in sizes that training cannot use. (Without CUDA: a no-op.)
     torch.cuda.empty_cache()

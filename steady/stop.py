@@ -96,6 +96,8 @@ class Saving:
     less_memory: str  # the flags for a step that needs less memory, "" if there are none
     say: Callable[[str], None]  # prints a line
     stop_request: StopRequest
+    steps: int = 0  # taken since the start
+    first_iter: Any = None  # the state's iteration at the start
     skipped: float | torch.Tensor = 0.0  # steps in a row without finite gradients
     checked: float = 0.0  # `skipped` at the last check
 
@@ -107,6 +109,7 @@ class Saving:
             if own := {"format", "launch"} & content.keys():
                 raise UserError(f"checkpoints have their own {min(own)!r}: rename yours")
             checkpoint.require_plain(content, self.path)
+            self.first_iter = content.get("iter_num")
             keys = checkpoint.lacking(checkpoint.OPTIONAL | content, checkpoint.EVERYTHING)
             if keys:
                 self.say(f"note: {self.path} cannot be resumed: it lacks a valid {', '.join(keys)}")
@@ -118,6 +121,9 @@ class Saving:
         elif self.enabled:
             state = self.state()
             iter_num = state.get("iter_num", math.inf)  # your state may lack it
+            if self.steps and iter_num == self.first_iter:
+                self.say(f"warning: training_state() has iteration {iter_num} after {self.steps} "
+                         "steps: declare `global iter_num` in your function")  # fmt: skip
             # else stopped by a signal
             finished = iter_num >= state.get("config", {}).get("max_iters", 0)
             # only the first process looks: another machine may not have the file
@@ -133,6 +139,7 @@ class Saving:
     def count_skipped(self, grad_norm: torch.Tensor | float) -> torch.Tensor:
         """The number of steps in a row whose gradients were not finite, this one included (scalar,
         on the device). Call it once per step."""
+        self.steps += 1
         self.skipped = (self.skipped + 1) * ~torch.as_tensor(grad_norm).isfinite()
         return self.skipped
 

@@ -20,9 +20,7 @@ import model as model_file
 from configurator import read_settings, resolve
 from model import GPT, GPTConfig
 from steady import UserError, checkpoint, distributed, folder
-from steady.distributed import Process
 from steady.optim import schedule_note
-from steady.stop import StopRequest
 
 HEADER = """#define _GNU_SOURCE
 #include <dlfcn.h>
@@ -343,6 +341,10 @@ def test_f78_a_script_may_be_executed_in_a_notebook(fork, sums, tmp_path):
     assert process.wait() == 0, shown
     assert shown.strip().endswith("train.py")
     assert (tmp_path / "out" / "ckpt.pt").exists()
+    (tmp_path / "study.py").write_text("n_layer = 1\nexec(open('train.py').read())\n")
+    process = fork(str(tmp_path / "study.py"), "--help")  # from a file of your own
+    shown = process.stdout.read()
+    assert process.wait() == 0 and "--max_iters=600000" in shown, shown
 
 
 # ---- F79: models larger than one machine's memory -----------------------------------------------
@@ -479,13 +481,3 @@ def test_f79_checksums_of_parts_make_that_of_the_whole(tmp_path, sizes):
         found ^= checkpoint.write_data(path, part, 7, before, len(whole) - before - size)
         before += size
     assert found == zlib.crc32(whole) and path.read_bytes() == bytes(7) + whole
-
-
-@pytest.mark.parametrize("dead", [False, True])
-def test_f72_workers_whose_torchrun_has_died_save_and_end(monkeypatch, dead):
-    """SIGUSR1 kills torchrun, which does not forward it; its workers went on training."""
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
-    request = StopRequest(Process(), saves=False)
-    parent = 1 if dead else os.getppid()
-    monkeypatch.setattr(os, "getppid", lambda: parent)
-    assert request.stop_requested() is dead

@@ -87,7 +87,8 @@ def test_a_default_may_be_computed(tmp_path):
     found = {name: setting.default for name, setting in settings.items()}
     assert found.pop("lowest") == pytest.approx(6e-5)
     assert found == {"steps": 40, "rate": 6e-4, "name": "run-40", "widths": [8, 16]}
-    assert resolve(settings, ["--widths=[4,4]"])["widths"] == [4, 4]
+    for text in ("[4,4]", "4,4"):
+        assert resolve(settings, [f"--widths={text}"])["widths"] == [4, 4]
     with pytest.raises(ValueError, match="--widths takes a value of type list, not '4;4'"):
         resolve(settings, ["--widths=4;4"])
 

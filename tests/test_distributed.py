@@ -631,6 +631,15 @@ optim.clip_gradients = failing
     assert checkpoint.load(tmp_path / "ckpt.pt")["iter_num"] == 4
 
 
+def test_files_that_a_process_writes_are_complete_at_its_end(fork, tmp_path):
+    """A student's log of each process was empty: os._exit flushes nothing."""
+    path = tmp_path / "log.csv"
+    code = f"import gc; from steady import distributed; file = open({str(path)!r}, 'a')\n"
+    process = fork("", code=code + "gc.freeze(); file.write('row'); distributed.exit_now(3)")
+    process.wait(30)
+    assert process.poll() == 3 and path.read_text() == "row"
+
+
 def test_saving_after_the_end_needs_no_process_group():
     """For example merged LoRA weights: the other processes have left."""
     distributed.set_timeout()
@@ -824,13 +833,15 @@ def test_torchs_own_clipping_works_with_divided_parameters(divided):
 LONG = ["--max_iters=100000", "--eval_interval=10", "--eval_iters=1"]
 
 
-def test_f31_sigterm_to_torchrun_saves_once(torchrun, launch, tmp_path):
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGUSR1])
+def test_f31_the_end_of_torchrun_saves_once(torchrun, launch, tmp_path, signum):
+    """SIGUSR1 kills torchrun, and its workers must notice."""
     process = torchrun(tmp_path, *LONG)
     wait_until(lambda: len(entries(tmp_path, "loss")) > 20)
-    process.terminate()
+    process.send_signal(signum)
     shown = process.stdout.read()
     process.wait(60)
-    assert shown.count("stopping and saving\n") == 1
+    assert shown.count("stopping and saving\n") == (signum == signal.SIGTERM)
     (iteration,) = re.findall(r"stopped at iteration (\d+), saved", shown)
     assert "torchrun --standalone --nproc_per_node=2" in shown and "--init_from=resume" in shown
     assert checkpoint.load(tmp_path / "ckpt.pt")["iter_num"] == int(iteration)

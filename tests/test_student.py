@@ -899,6 +899,41 @@ def test_a_state_without_an_iteration_is_saved_too(student, sums, tmp_path):
     assert checkpoint.read(tmp_path / "out" / "ckpt.pt")["step"] == 3
 
 
+def test_a_state_that_does_not_count_is_announced(student, sums, tmp_path):
+    """A loop in a function, whose iter_num is its own: a resume repeated all steps."""
+    edit = Edit(train=(('"iter_num": iter_num,', '"iter_num": 0,'),))
+    copy = edited(edit, tmp_path / "copy")
+    shown = student(copy, "train.py", *SETTINGS, "--eval_interval=0", f"--dataset={sums}",
+                    f"--out_dir={tmp_path / 'out'}")  # fmt: skip
+    assert "warning: training_state() has iteration 0 after 3 steps: declare `global it" in shown
+
+
+def test_what_becomes_impossible_to_save_is_left_out(student, sums, tmp_path):
+    """The check before training cannot see it, and the whole run was lost."""
+    edit = Edit(train=(
+        ("def training_state", "history = []\n\n\ndef training_state"),
+        ('"optimizer": opt,', '"optimizer": opt, "history": history, "other": [1],'),
+        ("        iter_num += 1\n", "        history.append(loss.numpy()); iter_num += 1\n"),
+    ))  # fmt: skip
+    copy = edited(edit, tmp_path / "copy")
+    shown = student(copy, "train.py", *SETTINGS, "--eval_interval=0", f"--dataset={sums}",
+                    f"--out_dir={tmp_path / 'out'}")  # fmt: skip
+    assert "cannot hold 'history', because it has a NumPy array: save only dense" in shown
+    saved = checkpoint.load(tmp_path / "out" / "ckpt.pt", checkpoint.EVERYTHING)
+    assert saved["other"] == [1] and saved["iter_num"] == 3
+
+
+def test_a_module_that_is_switched_off_stays_off(student, sums, tmp_path):
+    """Such as a teacher's dropout. Evaluations, the trial step's too, switched it on again."""
+    check = "        assert raw_model.dropout.training and not raw_model.teacher.training\n"
+    edit = Edit((in_gpt("self.teacher = nn.Dropout(0.5).eval()"),),
+                (("        iter_num += 1\n", check + "        iter_num += 1\n"),))  # fmt: skip
+    copy = edited(edit, tmp_path / "copy")
+    student(copy, "train.py", *SETTINGS, "--eval_interval=1", "--sample_interval=1",
+            f"--dataset={sums}", f"--out_dir={tmp_path / 'out'}")  # fmt: skip
+    assert len(losses(tmp_path / "out")) == 3
+
+
 def test_the_trial_step_leaves_no_gradients(student, sums, tmp_path):
     """Also if the optimizer has only some of the parameters, as with two optimizers."""
     check = "assert all(p.grad is None for p in raw_model.parameters())\n"
