@@ -284,8 +284,7 @@ def require_same_files(*paths: Path) -> None:
     and their first MiB. (A checkpoint has its settings and its iteration there.)"""
     if dist.is_initialized():
         own = [(path.stat().st_size, crc_of_start(path)) for path in paths if path.exists()]
-        every: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(every, own)
+        every = gather_objects(Process(world_size=dist.get_world_size()), own)
         if any(other != every[0] for other in every):
             names = ", ".join(map(str, paths[:3]))
             raise UserError(
