@@ -468,12 +468,19 @@ def hf_tokenizer_meta(folder: Path) -> dict[str, Any]:
     if not path.exists():
         return {}
     require_file(path)
+    settings = read_json(folder / "tokenizer_config.json")
     try:
-        tokenizer = HFTokenizer(path.read_text(encoding="utf-8-sig"))
+        content = path.read_text(encoding="utf-8-sig")
+        if isinstance(prefix := settings.get("add_prefix_space"), bool):  # transformers obeys it
+            parts = read_json(path)
+            words = parts.get("pre_tokenizer")
+            if isinstance(words, dict) and words.get("type") == "ByteLevel":
+                parts["pre_tokenizer"] = words | {"add_prefix_space": prefix}
+                content = content if parts["pre_tokenizer"] == words else json.dumps(parts)
+        tokenizer = HFTokenizer(content)
     except (OSError, ValueError) as error:
         raise UserError(f"{path}: {error}") from None
     vocabulary = tokenizer.tokenizer.get_vocab(with_added_tokens=True)
-    settings = read_json(folder / "tokenizer_config.json")
     special = read_json(folder / "special_tokens_map.json")
     require_all_tokens(folder, (settings, special), vocabulary)
     given: dict[str, list[int]] = {}  # the ids of each file

@@ -1645,6 +1645,20 @@ def test_f66_tokens_that_are_objects_and_their_flags_load_in_transformers(tmp_pa
     assert theirs(prompt).input_ids == encode_prompt(from_meta(meta), prompt)
 
 
+@pytest.mark.parametrize("prefix", [True, False, None])
+def test_f61_a_space_that_tokenizer_config_adds_is_added(tmp_path, prefix):
+    byte_level(["</s>"]).save(str(tmp_path / "tokenizer.json"))
+    settings = {"eos_token": "</s>", "tokenizer_class": "GPT2TokenizerFast"}
+    settings |= {} if prefix is None else {"add_prefix_space": prefix}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
+    found = load_tokenizer(f"hf:{tmp_path}")
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    for text in ("begins here", " begins"):
+        assert found.encode(text) == theirs(text).input_ids
+    assert (found.encode("begins") == found.encode(" begins")) is bool(prefix)
+
+
 def test_f62_generation_config_may_confirm_a_stop_token_that_is_text(tmp_path):
     byte_level(["<s>", "</s>"]).save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
