@@ -113,14 +113,13 @@ def save(
     content = {key: getattr(value, "_orig_mod", value) for key, value in content.items()}
     model = content.get("model")
     content = {"format": FORMAT, "launch": distributed.launch_id()} | as_saved(content)
-    for key in (
-        content.keys() - EVERYTHING.keys()
-    ):  # your own, which may have changed since the start
+    for key in content.keys() - EVERYTHING:  # yours: they may have changed since the first check
         try:
             require_plain({key: content[key]}, path)
         except UserError as error:
-            print(f"warning: {error}; saving the rest")
             del content[key]
+            if process.master:
+                print(f"warning: {error}; saving the rest")
     require_plain(content, path)
     if not process.shards_model:
         if not process.master:
