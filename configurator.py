@@ -167,8 +167,9 @@ def configure(
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace", line_buffering=True)
     sys.argv[1:] = [argument.rstrip("\r") for argument in sys.argv[1:]]  # from a Windows file
-    script = Path(namespace.get("__file__", ""))
-    if not script.is_file() or "(globals(" not in script.read_text(encoding="utf-8"):
+    script = Path(namespace.get("__file__") or "")
+    source = script.read_text(encoding="utf-8", errors="replace") if script.is_file() else ""
+    if not re.search(r"(configure|dataset)\(\s*(namespace=)?globals\(", source):
         # exec(open("train.py").read()), e.g. in a notebook
         found = {str(script): read_settings(script) for script in HERE.glob("*.py")}
         fitting = [script for script in found if found[script].keys() <= namespace.keys()]
@@ -279,13 +280,15 @@ def run_config_file(
                 del sys.modules[name]
     parsed, imported = ast.parse(source), set()  # imported: such as pi, from math
     assigned = {ast.unparse(t) for node in ast.walk(parsed) for t in getattr(node, "targets", ())}
+    used = {node.id for node in ast.walk(parsed) if isinstance(node, ast.Name)}
     for node in parsed.body:
-        bare = isinstance(node, ast.AnnAssign) and not node.value  # n_layer: 6
-        # {"n_layer": 6}, or a class with settings in it
+        # n_layer: 6, or {"n_layer": 6}, or a class of settings that nothing uses
         idle = isinstance(node, ast.Expr) and isinstance(node.value, ast.Dict)
-        inner = node.body if isinstance(node, ast.ClassDef) else ()
-        inner = {ast.unparse(t) for part in inner for t in getattr(part, "targets", ())}
-        if idle or inner & settings.keys() or bare and ast.unparse(node.target) not in assigned:
+        if isinstance(node, ast.AnnAssign) and not node.value:
+            idle = ast.unparse(node.target) not in assigned
+        elif isinstance(node, ast.ClassDef) and node.name not in used:
+            idle = settings.keys() & getattr(namespace.get(node.name), "__dict__", {}).keys()
+        if idle:
             line = ast.unparse(node).partition("\n")[0]
             raise UserError(
                 f"{path}, line {node.lineno}: {line!r} sets nothing: write name = value"
@@ -344,6 +347,12 @@ def check_values(values: dict[str, Any], more_choices: dict[str, tuple] | None =
     for name in ("out_dir", "dataset", "init_from"):
         if values.get(name) == "":
             raise UserError(f"{name} is empty: leave it out, or name a folder (. is this one)")
+    source = str(values.get("init_from"))
+    if re.fullmatch(r"(openai-community/)?gpt2(-\w+)?", source) and not Path(source).exists():
+        raise UserError(
+            f"init_from={source}: GPT-2 has another architecture, with biases and learned "
+            "positions: use HuggingFaceTB/SmolLM2-135M, which has the same size"
+        )
     for words, holds, names in RANGES:
         for name in names:
             value = values.get(name)
@@ -365,6 +374,7 @@ ELSEWHERE = {
     "lr": "did you mean 'learning_rate'?",
     "config": "write the file's path alone, without --config=",
     "bias": "this model has no biases: leave it out",
+    "compile": "this script does not compile: leave it out",
     "init_from": "name the run's folder with --out_dir=FOLDER instead; to use a pretrained model, "
     "finetune it with train.py first",
 }

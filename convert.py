@@ -151,15 +151,7 @@ def read_pretrained(source: str) -> Pretrained:
 
     Raises UserError for anything that would make its numbers differ from the original's.
     """
-    try:
-        model_config = read_model_config(find_folder(source, ["*.json"]))  # small files first
-    except UserError as error:
-        if not source.rpartition("/")[2].startswith("gpt2"):
-            raise
-        raise UserError(
-            f"{error} (GPT-2 has another architecture, with biases and learned positions: use "
-            "HuggingFaceTB/SmolLM2-135M, which has the same size)"
-        ) from None
+    model_config = read_model_config(find_folder(source, ["*.json"]))  # small files first
     folder = find_folder(source, ["*.json", "*.jinja", f"{TEMPLATES}/*", "model*.safetensors"])
     try:
         from safetensors.torch import load_file

@@ -307,6 +307,7 @@ class GPT(nn.Module):
         only the last position's logits (B, 1, V).
         """
         T = tokens.shape[1]
+        assert T <= self.config.block_size, f"{T} tokens, but {self.config.block_size=}"
         positions = slice(T) if cache is None else cache.reserve(T)  # positions of these T tokens
         rope = self.rope_cos[positions], self.rope_sin[positions]  # (T, 1, D) each
         x = self.token_embedding(tokens)  # (B, T, C)

@@ -111,6 +111,7 @@ torch.manual_seed(seed)
 # -----------------------------------------------------------------------------
 # data and model: three ways to start
 data = DataSet(dataset, vocab_size)
+data.require_same(process)
 requested = GPTConfig.from_settings(config, data.padded_vocab_size)
 if not eval_only or wandb_log:  # this run writes to out_dir: lock it
     distributed.on_rank0_first(process, lambda: folder.claim(out_path))

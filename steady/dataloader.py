@@ -103,8 +103,13 @@ class DataSet:
                     f"{path} does not belong to its meta.json, or is an incomplete copy: copy or "
                     "prepare the data set again"
                 )
-        names = "train.bin", "val.bin", "meta.json"
-        distributed.require_same_files(*(folder / name for name in names))
+
+    def require_same(self, process: Process) -> None:
+        """Raises UserError if other processes (on other machines) have another data set here."""
+        own = self.ids, self.tokenizer, self.dtype
+        if any(other != own for other in distributed.gather_objects(process, own)):
+            remedy = "copy it from one to the others"
+            raise UserError(f"{self.folder} is not the same on all machines: {remedy}")
 
     def open(self, block_size: int, vocab_size: int) -> tuple["TokenFile", "TokenFile"]:
         """The training and validation tokens, for a model with this context and vocabulary."""

@@ -19,6 +19,7 @@ import os
 import re
 import secrets
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import is_dataclass, replace
@@ -281,7 +282,8 @@ def gather_objects(process: Process, value: Any) -> list[Any]:
 
 def require_same_files(*paths: Path) -> None:
     """Raises UserError if some machines have other files under these names, judging by their size
-    and their first MiB. (A checkpoint has its settings and its iteration there.)"""
+    and their first MiB. (A checkpoint has its settings and its iteration there.) All processes must
+    call it."""
     if dist.is_initialized():
         own = [(path.stat().st_size, crc_of_start(path)) for path in paths if path.exists()]
         every = gather_objects(Process(world_size=dist.get_world_size()), own)
@@ -317,12 +319,19 @@ def exit_now(status: int = 0) -> None:
     """Exit without Python's own shutdown, which aborts if one of torch's threads is still finishing
     ("terminate called without an active exception")."""
     atexit._run_exitfuncs()
+    flusher = threading.Thread(target=flush_files, daemon=True)
+    flusher.start()
+    flusher.join(timeout=10)  # a pipe that nobody reads would block it
+    os._exit(status)
+
+
+def flush_files() -> None:
+    """Write what open files still have in their buffers, as Python's own shutdown does."""
     gc.unfreeze()  # memory.fit has hidden the set-up's objects
     files = [file for file in gc.get_objects() if issubclass(type(file), io.IOBase)]
     for file in (*files, sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):  # it is closed, for example
             file.flush()
-    os._exit(status)
 
 
 def all_reduce_sum(tensor: Tensor) -> Tensor:

@@ -125,8 +125,8 @@ def is_same_file(path: Path, opened: int) -> bool:
 
 def archive_previous_run(out_dir: Path, names: Sequence[str] = FILES) -> None:
     """Move an earlier run's files to a new folder in `out_dir`: `previous`, or if that exists
-    `previous-2`, and so on. Keeps only the last KEPT_ARCHIVES archives, preferably those with a
-    checkpoint."""
+    `previous-2`, and so on. Keeps only KEPT_ARCHIVES archives: this one and the last others,
+    preferably those with a checkpoint."""
     found = [out_dir / name for name in names if (out_dir / name).exists()]
     if not found:
         return
@@ -136,12 +136,14 @@ def archive_previous_run(out_dir: Path, names: Sequence[str] = FILES) -> None:
     (aside / MARK).touch()
     for path in found:
         os.replace(path, aside / path.name)
-    names = ", ".join(path.name for path in found)
-    print(f"note: moved {names} to {aside}: this run does not continue from there")
-    # remove those without a ckpt.pt first: runs started by mistake, or files of a run left stale
-    ours = [p for p in archives(out_dir).values() if (p / MARK).is_file() and not p.is_symlink()]
-    kept = sorted(ours, key=lambda path: (path / "ckpt.pt").exists())
-    for old in kept[:-KEPT_ARCHIVES]:
+    moved = ", ".join(path.name for path in found)
+    why = ": this run does not continue from there" if names is FILES else ""  # all of its files
+    print(f"note: moved {moved} to {aside}{why}")
+    # of the others, remove those without a ckpt.pt first: runs started by mistake, or single files
+    others = [p for p in archives(out_dir).values() if p != aside and not p.is_symlink()]
+    others = [path for path in others if (path / MARK).is_file()]
+    others.sort(key=lambda path: (path / "ckpt.pt").exists())
+    for old in others[: 1 - KEPT_ARCHIVES]:
         with contextlib.suppress(OSError):  # another user's, or it has other files
             for name in (*FILES, MARK):
                 (old / name).unlink(missing_ok=True)

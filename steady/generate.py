@@ -264,8 +264,9 @@ def evaluation_mode(model: torch.nn.Module) -> Iterator[None]:
     try:
         yield
     finally:
-        for module, mode in modes.items():
-            module.training = mode
+        for module, mode in modes.items():  # parents come first
+            if module.training != mode:
+                module.train(mode)
 
 
 def sample_while_training(

@@ -471,10 +471,12 @@ def schedule_note(config: dict[str, Any]) -> str | None:
         return None
     last = learning_rate_at(iterations - 1, config)
     shorter = warmup if warmup < iterations else iterations // 20
+    flags = [f"--warmup_iters={shorter}"] * (shorter != warmup)
+    flags += ["--lr_decay_iters=0"] * (end != iterations)
     return (
         f"note: warm-up ends at iteration {warmup} and the schedule at {end}, but the run at "
         f"{iterations}: the learning rate ends at {last / peak:.0%} of its peak; use "
-        f"--warmup_iters={shorter} --lr_decay_iters=0"
+        + " ".join(flags)
     )
 
 

@@ -385,7 +385,10 @@ def tokenizer_named(name: str, special_tokens: bool) -> Tokenizer:
         meta = checkpoint.load(path if path.is_file() else checkpoint.find(path))["tokenizer"]
         kind = meta.get("tokenizer", "gpt2")
     if special_tokens and kind not in ("gpt2", "hf"):
-        raise UserError(f"special_tokens=True needs a gpt2 or hf: tokenizer, not {kind}")
+        raise UserError(
+            f"special_tokens=True needs a gpt2 or hf: tokenizer, not {kind} (of a data set made "
+            "with bpe: --tokenizer=hf:FOLDER)"
+        )
     if meta is None:
         return load_tokenizer(name, special_tokens)
     return from_meta(meta | ({"special_tokens": True} if special_tokens else {}))

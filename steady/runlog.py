@@ -97,7 +97,7 @@ class RunLog:
         self, iter_num: int, tokens_per_iter: int, flops_per_token: int, process: Process
     ) -> None:
         """Start timing the training loop, which runs on the devices of `process`."""
-        self.tokens_per_iter, self.process = tokens_per_iter, process
+        self.tokens_per_iter, self.process, self.start_iter = tokens_per_iter, process, iter_num
         self.flops_per_iter = flops_per_token * tokens_per_iter
         self.peak_flops = hardware.peak_flops(process.device, process.dtype, process.world_size)
         self.seconds = math.nan  # per step, since the last log line
@@ -128,10 +128,11 @@ class RunLog:
             memory = f", {memory_gib:.1f} GiB" if memory_gib is not None else ""
             self.bar.set_postfix_str(f"loss {loss:.4f}{memory}", refresh=False)
             self.bar.update(iter_num + 1 - self.bar.n)
+        resumed = {"resumed": True} if self.start_iter and iter_num < self.start_iter + 3 else {}
         self.write({
             "iter": iter_num, "loss": loss, "lr": lr, "grad_norm": grad_norm, "ms": ms,
             "tokens_per_s": tokens_per_s, "mfu": mfu, "memory_gib": memory_gib,
-        })  # fmt: skip
+        } | resumed)  # fmt: skip
 
     def sample(self, iter_num: int, text: str) -> None:
         """Print a sample. Drawing it does not count as training time."""
@@ -239,9 +240,8 @@ def training_clock(entries: list[dict[str, Any]]) -> tuple[list[float], list[int
     """The training time (in seconds) and the tokens before each iteration of a metrics.jsonl.
 
     A step's time does not include evaluation. Some times are misleading and are replaced by the
-    median: the first three steps, and those after a resume, may include compilation (they take over
-    four times as long as usual); a step after an evaluation seems too short, because the evaluation
-    waited for the previous step's optimizer.
+    median: the first three steps, also after a resume, may include compilation; a step after an
+    evaluation seems too short, because the evaluation waited for the previous step's optimizer.
     """
     ms: list[float] = []
     tokens: list[int] = []
@@ -253,8 +253,9 @@ def training_clock(entries: list[dict[str, Any]]) -> tuple[list[float], list[int
     missing = max((entry["iter"] for entry in entries), default=0) - len(ms)  # not logged yet
     ms += (ms[-1:] or [0.0]) * missing
     tokens += (tokens[-1:] or [0]) * missing
-    unsure = {0, 1, 2} | {entry["iter"] for entry in entries if "val_loss" in entry}
+    marks = {"val_loss", "resumed"}
+    unsure = {0, 1, 2} | {entry["iter"] for entry in entries if marks & entry.keys()}
     usual = statistics.median(ms or [0.0])
-    ms = [usual if i in unsure or value > 4 * usual else value for i, value in enumerate(ms)]
+    ms = [usual if i in unsure else value for i, value in enumerate(ms)]
     seconds = accumulate((value / 1e3 for value in ms), initial=0.0)
     return list(seconds), list(accumulate(tokens, initial=0))

@@ -21,6 +21,7 @@ from steady.distributed import Process
 # Warn, and end the run, after this many steps in a row with gradients that are not finite.
 # float16 starts with a few such steps, while GradScaler halves its scale.
 WARN_SKIPPED, MAX_SKIPPED = 20, 100
+PARENT = os.getppid()  # torchrun, unless it started a shell
 
 
 class Diverged(UserError):
@@ -54,7 +55,6 @@ class StopRequest:
 
     def __init__(self, process: Process, saves: bool = True):
         self.received, self.training, self.process = False, False, process
-        self.parent = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
         if saves:
             names = "SIGINT", "SIGTERM", "SIGHUP", "SIGXCPU", "SIGUSR1", "SIGUSR2"
             on_signals(names, self.receive)
@@ -62,8 +62,8 @@ class StopRequest:
     def stop_requested(self) -> bool:
         """Whether any process has received a signal, or its torchrun has died (of SIGUSR1, for
         example, which it does not forward). All processes must call it (an all-reduce)."""
-        orphaned = self.parent and os.getppid() != self.parent
-        return distributed.any_process(self.received or bool(orphaned))
+        orphaned = "TORCHELASTIC_RUN_ID" in os.environ and os.getppid() != PARENT
+        return distributed.any_process(self.received or orphaned)
 
     def receive(self, signum: int, frame: object) -> None:
         typed = signum == signal.SIGINT and self.process.world_size == 1 and not self.received
@@ -121,9 +121,11 @@ class Saving:
         elif self.enabled:
             state = self.state()
             iter_num = state.get("iter_num", math.inf)  # your state may lack it
-            if self.steps and iter_num == self.first_iter:
-                self.say(f"warning: training_state() has iteration {iter_num} after {self.steps} "
-                         "steps: declare `global iter_num` in your function")  # fmt: skip
+            if self.steps and iter_num == self.first_iter and type(iter_num) is int:
+                count = f"the state has iteration {iter_num} after {self.steps} steps"
+                self.say(
+                    f"warning: {count}: if your loop is in a function, it needs global iter_num"
+                )
             # else stopped by a signal
             finished = iter_num >= state.get("config", {}).get("max_iters", 0)
             # only the first process looks: another machine may not have the file
@@ -217,7 +219,7 @@ class Saving:
 def stop_message(iter_num: int, path: Path) -> str:
     """The last lines of a run that a signal has stopped: the checkpoint and the command that
     resumes. Ignores further signals: there is nothing left to stop."""
-    on_signals(("SIGINT", "SIGTERM"), ignore)
+    on_signals(("SIGINT", "SIGTERM"), signal.SIG_IGN)  # Python resets functions when it ends
     command = resume_command(path.parent)
     return f"stopped at iteration {iter_num}, saved {path}; to resume:\n  {command}"
 

@@ -226,8 +226,10 @@ class HFTokenizer:
             raise UserError(
                 f"this tokenizer.json has id {self.vocab_size - 1}, but {len(vocabulary)} tokens"
             )
+        splitter = self.tokenizer.pre_tokenizer
+        splits = splitter and len(splitter.pre_tokenize_str("a b")) > 1
         words = map(SEVERAL_WORDS.search, self.tokenizer.get_vocab(with_added_tokens=False))
-        self.depends_on_place = '"FixedLength"' in content or any(words)
+        self.depends_on_place = '"FixedLength"' in content or not splits and any(words)
         # the byte fallback tokens that some models have: <0x00> to <0xFF>
         bytes_ = [vocabulary.get(f"<0x{i:02X}>") for i in range(256)]
         self.byte_ids = None if None in bytes_ else bytes_

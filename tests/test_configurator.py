@@ -239,7 +239,7 @@ def test_f50_settings_have_an_upper_limit(name):
 
 
 def test_a_line_of_a_config_file_that_sets_nothing_is_named(settings, tmp_path):
-    for line in ("steps: 3", "{'steps': 3}", "class Config:\n    steps = 3"):
+    for line in ("steps: 3", "{'steps': 3}", "class Config:\n    steps: int = 3"):
         (tmp_path / "c.py").write_text(f"rate = 0.5\n{line}\n")
         named = re.escape(line.partition("\n")[0])
         with pytest.raises(ValueError, match=f"c.py, line 2: .{named}. sets nothing: write name"):
@@ -249,6 +249,7 @@ def test_a_line_of_a_config_file_that_sets_nothing_is_named(settings, tmp_path):
         "from typing import NamedTuple\nclass Shape(NamedTuple):\n    layers: int\n",
         "def _half(n):\n    result: int\n    return n // 2\n",
         "if __name__ == '__main__':\n    ",  # as when nanoGPT runs it
+        "class Small:\n    steps = 4\nsteps = Small.steps\n",
     ):
         (tmp_path / "c.py").write_text(fine + "rate = 0.25\n")
         assert resolve(settings, [str(tmp_path / "c.py")])["rate"] == 0.25

@@ -493,9 +493,10 @@ def test_a_run_of_ones_own_is_finetuned_with_a_new_optimizer(run, sums, tmp_path
             assert torch.allclose(weight, before["model"][name], atol=1e-6), name
 
 
-def test_gpt2_is_of_another_architecture():
-    with pytest.raises(ValueError, match="GPT-2 has another architecture, with biases"):
-        convert.read_pretrained("gpt2-xl")
+def test_gpt2_is_of_another_architecture(run):
+    """Said before the data set is looked for, and without the hub."""
+    with pytest.raises(ValueError, match="init_from=gpt2-xl: GPT-2 has another architecture, with"):
+        run("train.py", "--init_from=gpt2-xl", "--dataset=missing")
 
 
 def test_a_window_without_effect_and_a_missing_head_size_are_as_in_transformers():

@@ -156,3 +156,7 @@ def test_earlier_run_is_moved_aside_not_overwritten(tmp_path, capsys):
         assert (tmp_path / f"previous-{n}" / name).read_text() == f"run {n}"
         assert len(folder.archives(tmp_path)) == 2
     assert (tmp_path / "previous" / "ckpt.pt").read_text() == "old"
+    (tmp_path / "previous-11" / "ckpt.pt").touch()  # two with a ckpt.pt
+    (tmp_path / "best.pt").write_text("best")
+    folder.archive_previous_run(tmp_path, ["best.pt"])
+    assert (tmp_path / "previous-12" / "best.pt").read_text() == "best"  # not removed at once

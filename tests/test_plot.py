@@ -87,8 +87,11 @@ def test_bad_input_is_one_line(run, tmp_path):
 
 
 def test_a_resume_makes_no_kink_in_time():
-    """The first step after a resume compiles again."""
+    """The first step after a resume compiles again. Other slow steps count."""
     step = {"loss": 1.0, "tokens_per_s": 1000.0}
     entries = [{"iter": i, "ms": 20_000.0 if i == 50 else 100.0} | step for i in range(100)]
+    seconds, _ = training_clock(entries)
+    assert seconds[-1] == pytest.approx(29.9)
+    entries[50]["resumed"] = True
     seconds, _ = training_clock(entries)
     assert seconds == pytest.approx([i / 10 for i in range(101)])

@@ -18,6 +18,7 @@ from torch import nn
 
 from model import GPT, GPTConfig, fingerprint
 from steady import checkpoint, compiling
+from steady.generate import evaluation_mode
 from steady.optim import build_optimizer, load_state
 from steady.runlog import read_metrics
 
@@ -905,7 +906,7 @@ def test_a_state_that_does_not_count_is_announced(student, sums, tmp_path):
     copy = edited(edit, tmp_path / "copy")
     shown = student(copy, "train.py", *SETTINGS, "--eval_interval=0", f"--dataset={sums}",
                     f"--out_dir={tmp_path / 'out'}")  # fmt: skip
-    assert "warning: training_state() has iteration 0 after 3 steps: declare `global it" in shown
+    assert "warning: the state has iteration 0 after 3 steps: if your loop is in a fun" in shown
 
 
 def test_what_becomes_impossible_to_save_is_left_out(student, sums, tmp_path):
@@ -932,6 +933,23 @@ def test_a_module_that_is_switched_off_stays_off(student, sums, tmp_path):
     student(copy, "train.py", *SETTINGS, "--eval_interval=1", "--sample_interval=1",
             f"--dataset={sums}", f"--out_dir={tmp_path / 'out'}")  # fmt: skip
     assert len(losses(tmp_path / "out")) == 3
+
+
+def test_modules_with_a_train_method_of_their_own_are_switched_back():
+    """As in loralib, where train(False) merges LoRA's weights and train(True) takes them out."""
+
+    class Merging(nn.Module):
+        merged = False
+
+        def train(self, mode=True):
+            self.merged = not mode
+            return super().train(mode)
+
+    model = nn.Sequential(Merging(), nn.Dropout(), nn.Sequential(nn.Dropout()).eval())
+    with evaluation_mode(model):
+        assert model[0].merged and not any(module.training for module in model.modules())
+    assert not model[0].merged
+    assert [module.training for module in model.modules()] == [True, True, True, False, False]
 
 
 def test_the_trial_step_leaves_no_gradients(student, sums, tmp_path):

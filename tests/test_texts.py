@@ -1626,6 +1626,16 @@ def test_f69_long_words_and_tokens_of_several_words_survive_seams(
     assert sum(encode_pieces(tokenizer, chunks), []) == tokenizer.encode(text)
 
 
+def test_f69_tokens_of_several_lines_do_not_keep_a_text_whole(monkeypatch):
+    """Real vocabularies have such tokens, which words bound: texts of gigabytes were not cut."""
+    words = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+"
+    made = with_merges([("č", "Ċ"), ("čĊ", "čĊ")], words)
+    text = "so it goes\r\n\r\n" * 3000
+    monkeypatch.setattr(tokenizers_, "PIECE", 10_000)
+    pieces = encode_pieces(HFTokenizer(made.to_str()), [text])
+    assert len(pieces) > 3 and sum(pieces, []) == HFTokenizer(made.to_str()).encode(text)
+
+
 def test_f66_tokens_that_are_objects_and_their_flags_load_in_transformers(tmp_path):
     """Flags that only tokenizer_config.json has would give transformers other ids than ours."""
     byte_level(["</s>", "<|x|>"]).save(str(tmp_path / "tokenizer.json"))
