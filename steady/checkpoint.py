@@ -685,8 +685,8 @@ def resume(
         """The best loss so far, and the files in the folder that belong to another run."""
         print(f"resuming from {path} at iteration {saved['iter_num']}")
         stale_files = []
-        best, loss = (peek(path.with_name("best.pt"), key, -1)
-                      for key in ("iter_num", "best_val_loss"))  # fmt: skip
+        best = peek(path.with_name("best.pt"), "iter_num", -1)
+        loss = peek(path.with_name("best.pt"), "best_val_loss")
         if best < 0 and saved["best_val_loss"] < math.inf:
             print("note: best.pt is missing: the best loss so far is discarded")
         other_windows = print_changes(saved, data, config, process.dtype)

@@ -181,26 +181,19 @@ def json_rows(path: Path, file: BinaryIO, column: str) -> Iterator[Row]:
     if file.peek(64).removeprefix(codecs.BOM_UTF8).lstrip()[:1] == b"[":
         # bytes that are not UTF-8 become surrogates, which make bad rows
         text = file.read().decode("utf-8-sig", errors="surrogateescape")
-        rows = json.loads(text, strict=False, parse_int=short_int)  # takes control characters
-        for row, value in enumerate(rows, 1):
+        for row, value in enumerate(json.loads(text, strict=False), 1):  # takes control characters
             yield f"row {row}", *text_in(value, column)
         return
     for number, line in enumerate(file, 1):
         if not line.strip():
             continue
         try:  # decode here: json.loads accepts encoded surrogates
-            row = json.loads(line.decode("utf-8-sig"), parse_int=short_int)
-            text, problem = text_in(row, column)
+            text, problem = text_in(json.loads(line.decode("utf-8-sig")), column)
         except (ValueError, RecursionError) as error:  # not UTF-8, not JSON, or too deep
             text, problem = "", f"not JSON ({error})"
             if number == 1 and ".json" in path.suffixes:
                 problem += "; a .json file must have one row per line or be a list of rows"
         yield f"line {number}", text, problem
-
-
-def short_int(digits: str) -> int:
-    """An integer, cut short: Python refuses thousands of digits, and no text is an integer."""
-    return int(digits[:99])
 
 
 def text_in(row: Any, column: str) -> tuple[str, str | None]:
