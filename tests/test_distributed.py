@@ -837,7 +837,7 @@ LONG = ["--max_iters=100000", "--eval_interval=10", "--eval_iters=1"]
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGUSR1])
 def test_f31_the_end_of_torchrun_saves_once(torchrun, launch, tmp_path, signum):
     """SIGUSR1 kills torchrun, and its workers must notice."""
-    process = torchrun(tmp_path, *LONG)
+    process = torchrun(tmp_path, *LONG, "--max_iters=2000")
     wait_until(lambda: len(entries(tmp_path, "loss")) > 20)
     process.send_signal(signum)
     shown = process.stdout.read()
