@@ -113,14 +113,15 @@ def save(
     content = {key: getattr(value, "_orig_mod", value) for key, value in content.items()}
     model = content.get("model")
     content = {"format": FORMAT, "launch": distributed.launch_id()} | as_saved(content)
-    for key in content.keys() - EVERYTHING:  # yours: they may have changed since the first check
+    for key, value in [*content.items()]:
         try:
-            require_plain({key: content[key]}, path)
+            require_plain({key: value}, path)
         except UserError as error:
-            del content[key]
+            if key in EVERYTHING:
+                raise
+            del content[key]  # your own, which may have changed since the check before training
             if process.master:
                 print(f"warning: {error}; saving the rest")
-    require_plain(content, path)
     if not process.shards_model:
         if not process.master:
             return

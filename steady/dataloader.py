@@ -107,9 +107,7 @@ class DataSet:
     def require_same(self, process: Process) -> None:
         """Raises UserError if other processes (on other machines) have another data set here."""
         own = self.ids, self.tokenizer, self.dtype
-        if any(other != own for other in distributed.gather_objects(process, own)):
-            remedy = "copy it from one to the others"
-            raise UserError(f"{self.folder} is not the same on all machines: {remedy}")
+        distributed.require_same(process, own, str(self.folder))
 
     def open(self, block_size: int, vocab_size: int) -> tuple["TokenFile", "TokenFile"]:
         """The training and validation tokens, for a model with this context and vocabulary."""

@@ -280,18 +280,20 @@ def gather_objects(process: Process, value: Any) -> list[Any]:
     return values
 
 
+def require_same(process: Process, value: Any, name: str) -> None:
+    """Raises UserError unless `value`, which describes `name`, is the same on all processes."""
+    if any(other != value for other in gather_objects(process, value)):
+        raise UserError(f"{name}: not the same on all machines: copy from one to the others")
+
+
 def require_same_files(*paths: Path) -> None:
     """Raises UserError if some machines have other files under these names, judging by their size
     and their first MiB. (A checkpoint has its settings and its iteration there.) All processes must
     call it."""
     if dist.is_initialized():
         own = [(path.stat().st_size, crc_of_start(path)) for path in paths if path.exists()]
-        every = gather_objects(Process(world_size=dist.get_world_size()), own)
-        if any(other != every[0] for other in every):
-            names = ", ".join(map(str, paths[:3]))
-            raise UserError(
-                f"{names}: not the same on all machines: copy them from one to the others"
-            )
+        everyone = Process(world_size=dist.get_world_size())
+        require_same(everyone, own, ", ".join(map(str, paths[:3])))
 
 
 def launcher() -> list[str]:

@@ -48,10 +48,10 @@ def cut_text(
     tokenizer: Tokenizer, chunks: Iterable[str], before: str = "", after: str = ""
 ) -> Iterator[tuple[str, str, str]]:
     """Cut the text in `chunks` where that does not change its ids. Yields pieces of it, each
-    between the text before and after it, of at least WINDOW characters. The text before begins at
-    a border too, so that the words in it are those of the whole text.
+    between at least WINDOW characters before it and at most as many after it. The text before
+    begins at a border too, so that the words in it are those of the whole text.
 
-    before, after: such text around it, if it is part of a longer one.
+    before, after: at least WINDOW characters of the text around it, if it is part of a longer one.
     """
     border = ANYWHERE if isinstance(tokenizer, CharTokenizer | ByteTokenizer) else BORDER
     if getattr(tokenizer, "depends_on_place", False):
@@ -476,9 +476,10 @@ def hf_tokenizer_meta(folder: Path) -> dict[str, Any]:
         if isinstance(prefix := settings.get("add_prefix_space"), bool):  # transformers obeys it
             parts = read_json(path)
             words = parts.get("pre_tokenizer")
-            if isinstance(words, dict) and words.get("type") == "ByteLevel":
-                parts["pre_tokenizer"] = words | {"add_prefix_space": prefix}
-                content = content if parts["pre_tokenizer"] == words else json.dumps(parts)
+            differs = isinstance(words, dict) and words.get("add_prefix_space") is not prefix
+            if differs and words.get("type") == "ByteLevel":
+                words["add_prefix_space"] = prefix
+                content = json.dumps(parts)
         tokenizer = HFTokenizer(content)
     except (OSError, ValueError) as error:
         raise UserError(f"{path}: {error}") from None
