@@ -93,8 +93,6 @@ class DataSet:
         for split in ("train", "val"):
             path = folder / f"{split}.bin"
             require_file(path)
-            if not path.exists():
-                raise UserError(f"{path} is missing: prepare the data set again")
             beginning, size = crc_of_start(path), path.stat().st_size
             self.ids[path.name] = f"{beginning:08x}, {size} bytes"
             found = {"begins": beginning, "tokens": size // np.dtype(self.dtype).itemsize}
@@ -250,11 +248,7 @@ class DataLoader:
         process: Process = SINGLE_PROCESS,
         offset: int = 0,
     ):
-        if accumulation < process.world_size:
-            raise UserError(
-                f"an iteration has fewer than {batch_size} sequences (one micro-batch): change "
-                "settings above the call of configure()"
-            )
+        assert accumulation >= process.world_size, "an iteration without a micro-batch"
         self.file, self.batch_size, self.seed = file, batch_size, seed
         self.accumulation, self.process, self.offset = accumulation, process, offset
         self.reader = ThreadPoolExecutor(max_workers=1)

@@ -102,12 +102,6 @@ def write_tokens(
     n_batches = math.ceil((max_tokens * per_token or size) / BATCH)
     with contextlib.ExitStack() as stack:
         stack.callback((folder / ".lock").unlink, missing_ok=True)
-        needed, free = width * (max_tokens or size // per_token), shutil.disk_usage(folder).free
-        if needed > free:
-            raise UserError(
-                f"{folder} needs about {needed / 2**30:.1f} GiB, but {free / 2**30:.1f} are free: "
-                "make room, or use --out=FOLDER on another disk"
-            )
         files = {s: stack.enter_context(atomic_write(folder / f"{s}.bin")) for s in SPLITS}
         for ids, sizes, bad in waiting(encoded, n_batches, "tokenizing", unit="batch"):
             if bad and not skip_bad_rows:
@@ -210,11 +204,10 @@ def write_meta(
     first: without it the token files would count as nanoGPT's."""
     dtype, tokens = token_dtype(tokenizer), {}
     replaced = ", replacing an earlier data set" if (folder / "train.bin").exists() else ""
-    ends = (tokenizer.begin_of_text is not None) + (tokenizer.end_of_text is not None)
     for split, file in files.items():
         sync_to_disk(file)  # while an earlier data set is still complete
         tokens[split] = os.stat(file.name).st_size // dtype.itemsize
-        if tokens[split] <= ends:  # a single, empty text
+        if not tokens[split]:
             raise UserError(
                 f"the {split} split of {folder} would be empty: use more text, or another "
                 "--val_fraction"
@@ -277,11 +270,7 @@ def split_text(text: str, val_fraction: float = 0.1) -> dict[str, list[str]]:
 
 
 def prepare_hub_dataset(namespace: dict[str, Any]) -> None:
-    """The main function of a hub data set's prepare.py, called with its `globals()`. Writes
-    train.bin, val.bin and meta.json.
-
-    Raises UserError if the data cannot be loaded or the disk is too small.
-    """
+    """The main function of a hub data set's prepare.py, called with its `globals()`."""
     config = configure(namespace, base=__file__, positional="")
     tokenizer = tokenizer_named(config["tokenizer"], config["special_tokens"])
     path, split, streaming = config["path"], config["split"], config["streaming"]
