@@ -62,10 +62,10 @@ def as_saved(content: dict[str, Any]) -> dict[str, Any]:
     for key, value in content.items():
         if key == "best_val_loss" and isinstance(value, Tensor) and value.numel() == 1:
             value = value.item()
-        # not dict(...), which would take a list of pairs for a dict
-        saved[key] = {**value.state_dict()} if hasattr(value, "state_dict") else value
-        if key == "optimizer" and hasattr(value, "state_dict"):
-            saved[key] = {"kind": optimizer_name(value)} | saved[key]
+        if hasattr(value, "state_dict"):
+            kind = {"kind": optimizer_name(value)} if key == "optimizer" else {}
+            value = kind | {**value.state_dict()}  # dict(...) would take a list of pairs
+        saved[key] = value
     return tree_map_only(np.generic, lambda number: number.item(), saved)
 
 
@@ -155,8 +155,8 @@ def save(
     def on_first(action: Callable[[], Any]) -> Any:
         return distributed.all_or_none(process, lambda: process.master and action())[0]
 
-    def write(by: Callable[..., list[int]]) -> None:
-        parts = partial(by, temporary, tensors, offsets, process)
+    def write(gather: bool) -> None:
+        parts = partial(write_tensors, temporary, tensors, offsets, process, gather)
         sums = distributed.all_or_none(process, parts)
         on_first(lambda: write_sums(temporary, sums))
 
@@ -164,7 +164,7 @@ def save(
         temporary, offsets = on_first(begin)
         shared = all(distributed.all_or_none(process, partial(os.path.exists, temporary)))
         try:
-            write(write_parts if shared else write_gathered)
+            write(gather=not shared)
             if shared and (read_back or several):
                 check = partial(check_sums, temporary, process.rank, process.world_size)
                 distributed.all_or_none(process, check)
@@ -174,7 +174,7 @@ def save(
                 whole = distributed.gather_full(content)
                 on_first(lambda: write_whole(temporary, whole))
             elif several and shared:
-                write(write_gathered)
+                write(gather=True)
             else:
                 raise
             shared = False  # so that it is read back below
@@ -187,50 +187,44 @@ def write_whole(path: Path, content: dict[str, Any]) -> None:
         sync_to_disk(file)
 
 
-def write_parts(
-    path: Path, tensors: list[Tensor], offsets: list[int], process: Process
+def write_tensors(
+    path: Path, tensors: list[Tensor], offsets: list[int], process: Process, gather: bool
 ) -> list[int]:
     """Write this process's rows of sharded tensors to their offsets in the file `path`. The first
-    process also writes all other tensors. Returns `write_data`'s checksums."""
+    process also writes all other tensors. Returns `write_data`'s checksums.
+
+    gather: the first process gathers each tensor in turn and writes all of it.
+    """
     if not all(tensor.device.type == "cpu" for tensor in tensors):
         torch.accelerator.synchronize()  # each thread has its own stream
+    failures = []
 
     def write(tensor: Tensor, offset: int) -> int:
+        if gather and distributed.is_sharded(tensor):
+            tensor = tensor.full_tensor()
         part, sharded = distributed.local_shards([tensor])[0], distributed.is_sharded(tensor)
         if not (sharded or process.master):
             return 0
         first_row = distributed.first_row(tensor) if sharded else 0
         before = first_row * math.prod(part.shape[1:]) * part.element_size()
-        return write_data(path, part, offset, before, tensor.nbytes - before - part.nbytes)
+        try:
+            return write_data(path, part, offset, before, tensor.nbytes - before - part.nbytes)
+        except Exception as error:
+            # raised at the end: others may wait for this process (a traceback holds tensors)
+            failures.append(error.with_traceback(None))
+            return 0
 
     assert len(tensors) == len(offsets), "the processes have different tensors"
     with ThreadPoolExecutor(THREADS) as pool:
-        parts, name = pool.map(write, tensors, offsets), path.name.rsplit(".", 2)[0]
-        quiet = not process.master
+        parts = (map if gather else pool.map)(write, tensors, offsets)
+        name, quiet = path.name.rsplit(".", 2)[0], not process.master
         sums = list(waiting(parts, len(tensors), f"saving {name}", quiet, unit="part"))
-    if not process.master:  # it may be on another machine
+    if failures:
+        raise failures[0]
+    if not (process.master or gather):  # it may be on another machine
         with open(path, "rb+") as file:
             sync_to_disk(file)
     return sums
-
-
-def write_gathered(
-    path: Path, tensors: list[Tensor], offsets: list[int], process: Process
-) -> list[int]:
-    """Like `write_parts`, but the first process gathers each tensor in turn and writes it."""
-    sums, failure = [], None
-    for tensor, offset in zip(tensors, offsets, strict=True):
-        whole = tensor.full_tensor() if distributed.is_sharded(tensor) else tensor
-        if process.master and not failure:
-            try:
-                sums.append(write_data(path, whole, offset))
-            except Exception as error:
-                # raised at the end: the others wait for this process (a traceback holds tensors)
-                failure = error.with_traceback(None)
-        del whole
-    if failure:
-        raise failure
-    return sums or [0] * len(tensors)
 
 
 def write_data(path: Path, part: Tensor, offset: int, before: int = 0, after: int = 0) -> int:
@@ -336,14 +330,10 @@ def load_plain(path: Path) -> Any:
 
 def resolve_init_from(init_from: str, path: Path, process: Process) -> str:
     """Returns "resume" if torchrun has restarted the processes of a launch that has already saved
-    `path`, else `init_from`. The first process decides for all. (With several machines torchrun
-    does not count all restarts.)"""
-    one = process.world_size == 1 or distributed.on_one_machine()
-    if one and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
-        return init_from
-    return distributed.on_rank0_first(
-        process, lambda: "resume" if peek(path, "launch") == distributed.launch_id() else init_from
-    )
+    `path`, else `init_from`. The first process decides for all."""
+    launch = distributed.launch_id()  # "" without torchrun
+    again = distributed.on_rank0_first(process, lambda: launch and peek(path, "launch") == launch)
+    return "resume" if again else init_from
 
 
 def peek(path: Path, key: str, default: Any = None) -> Any:
@@ -578,8 +568,7 @@ def load_weights(
     if not strict:
         state = {name: value for name, value in state.items() if name in weights}
     check_weights(weights, state, f"{path} does not fit {MODEL} in")
-    extra = "_extra_state"  # torch's key for the result of a module's get_extra_state
-    tensors = {name: value for name, value in state.items() if not name.endswith(extra)}
+    tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
     first_name: dict[tuple, str] = {}  # of the tensors that share memory
     for name, tensor in tensors.items():
         local, whole = distributed.local_shards([tensor])[0], weights[name]
@@ -589,7 +578,7 @@ def load_weights(
         if not same and weights[tied].isfinite().all():
             raise UserError(f"{path} has two values for {tied} and {name}, which model.py ties")
     check_finite(tensors, path, model)
-    # last, because it calls hooks, which see all weights
+    # last, because it calls hooks, which see all weights, and sets what is no tensor
     extras = {name: weights[name] for name in state.keys() - tensors.keys()}
     model.load_state_dict(tensors | extras, strict=False)
 
@@ -709,10 +698,9 @@ def print_changes(
 ) -> bool:
     """Print notes about changes since the checkpoint that the user may not have intended. Returns
     whether evaluations use other windows, so that the best loss so far does not count."""
-    before = config | {
-        name: value for name, value in saved["config"].items()
-        if type(value) is type(config.get(name))
-    }  # fmt: skip
+    now = config | {"dtype": str(dtype)}  # that of the computation, which may be "auto" in config
+    found = saved["config"] | {"dtype": saved.get("dtype")}
+    before = now | {name: x for name, x in found.items() if type(x) is type(now.get(name))}
     others = [name for name, was in saved["data_ids"].items() if data.ids.get(name) != was]
     if "train.bin" in others:
         print("note: train.bin has changed since the checkpoint: the run trains on different text")
@@ -721,12 +709,10 @@ def print_changes(
     if other_windows:
         print("note: val.bin, or eval_iters x batch_size, has changed since the checkpoint: the "
               "best loss so far is discarded")  # fmt: skip
-    dtypes = [d for d in (saved.get("dtype"), str(dtype)) if isinstance(d, str)]  # old ones: none
-    dtypes = [shown(d).removeprefix("torch.") for d in dtypes]
-    changes = {"dtype": (dtypes[0], dtypes[-1]), "seed": (before["seed"], config["seed"])}
-    for name, (was, now) in changes.items():
-        if was != now:
-            print(f"note: {name} has changed from {was} to {now}: --{name}={was} keeps the old one")
+    for name in ("dtype", "seed"):
+        was, new = (shown(str(c[name])).removeprefix("torch.") for c in (before, now))
+        if was != new:
+            print(f"note: {name} has changed from {was} to {new}: --{name}={was} keeps the old one")
     if config["max_iters"] <= saved["iter_num"] and not config.get("eval_only"):
         print(f"note: the checkpoint is at iteration {saved['iter_num']}: nothing is left to "
               "train; continue with a larger --max_iters")  # fmt: skip

@@ -3,7 +3,6 @@
 import logging
 import os
 import platform
-import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -51,11 +50,6 @@ class Plan:
                 compiled += ", without custom kernels (slower, more memory)"
             if not environment.expandable_segments():
                 compiled += ", without expandable segments"
-            native = torch.cuda.is_bf16_supported(including_emulation=False)
-            if process.dtype == torch.bfloat16 and not native:
-                computed += " (slow: this GPU only emulates it; use float16)"
-        elif device.type == "cpu" and process.dtype == torch.float16:
-            computed += " (slow on a CPU)"
         elif self.compiled and self.mode in GRAPH_MODES:
             compiled += f", without CUDA graphs on {device.type}"
         computed += " and float8" if fp8 else ""
@@ -66,8 +60,8 @@ class Plan:
 
 
 def plan(compile: bool, mode: str, device: torch.device) -> Plan:
-    """Which parts of torch.compile this run can use. Fixes torch's cache folder and Triton's search
-    for the driver if necessary."""
+    """Which parts of torch.compile this run can use. Fixes Triton's search for the driver if
+    necessary."""
     # Our loss is a custom autograd function. By default torch does not cache graphs that contain
     # one, so every start would trace and partition it (13 s instead of 4 for GPT-2 on an H200).
     if hasattr(functorch_config, "autograd_cache_allow_custom_autograd_functions"):
@@ -79,10 +73,9 @@ def plan(compile: bool, mode: str, device: torch.device) -> Plan:
     # last eight years know them. With an older one the run falls back to eager and says so.
     if platform.machine() in ("x86_64", "AMD64"):
         os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
-    unwritable = environment.cache_obstacle()
     if device.type == "cuda":
         environment.provide_libcuda()
-    obstacle = (unwritable or environment.compile_obstacle(device)) if compile else "compile=False"
+    obstacle = environment.compile_obstacle(device) if compile else "compile=False"
     cuda_graphs = not obstacle and mode in GRAPH_MODES and device.type == "cuda"
     if cuda_graphs:  # print torch's reasons for not recording a graph
         logging.getLogger(SKIPS_LOG).addHandler(logging.StreamHandler())
@@ -210,14 +203,3 @@ def compiled_parts(model: nn.Module) -> list[nn.Module]:
                 yield child
 
     return [*blocks, *around(model)] if blocks else []
-
-
-def why_not_compiled(error: Exception) -> str:
-    """torch.compile's error in one line. TORCHDYNAMO_VERBOSE=1 also prints all of it."""
-    if torch._dynamo.config.verbose:
-        traceback.print_exception(error)
-    text = " ".join(str(error).partition("Set TORCHDYNAMO_VERBOSE")[0].split())
-    text = f"{type(error).__name__}: {text}"
-    if len(text) > 300:  # the compiler's command comes first, its error last
-        text = f"{text[:120]} ... {text[-170:]}"
-    return text

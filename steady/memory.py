@@ -127,7 +127,8 @@ def fit(
             elif not plan.compiled or process.shards_model:
                 raise
             else:
-                failure = compiling.why_not_compiled(error)
+                message = str(error).partition("Set TORCHDYNAMO_VERBOSE")[0].rstrip()
+                failure = f"{type(error).__name__}: {message}"
         if not (failure if process.shards_model else distributed.any_process(bool(failure))):
             break
         del model
@@ -136,8 +137,8 @@ def fit(
         if not process.shards_model and distributed.any_process(broken):  # try it uncompiled
             plan.fall_back(failure if broken else "it failed in another process")
             lines.append(
-                f"warning: not compiled, because compiling fails here: {plan.obstacle} "
-                "(TORCHDYNAMO_VERBOSE=1 shows the whole error, --compile=False skips compiling)"
+                "warning: not compiled (--compile=False skips compiling), because compiling fails "
+                f"here: {plan.obstacle}"
             )
         else:
             sizes, reason = sizes[1:], "out of memory"

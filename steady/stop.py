@@ -37,11 +37,6 @@ def on_signals(names: Sequence[str], handler: Callable) -> None:
             signal.signal(signum, handler)
 
 
-def ignore(*_: object) -> None:
-    """A signal handler that does nothing. (With SIG_IGN Python complains about signals that have
-    already arrived.)"""
-
-
 class StopRequest:
     """Records the first signal. The run then finishes its step or leaves its evaluation, and saves.
     Before `training` is set there is nothing to save, and a signal ends the process at once. (The
@@ -66,15 +61,13 @@ class StopRequest:
         return distributed.any_process(self.received or orphaned)
 
     def receive(self, signum: int, frame: object) -> None:
-        typed = signum == signal.SIGINT and self.process.world_size == 1 and not self.received
-        self.received = True
+        first, self.received = not self.received, True
         if not self.training:
             raise KeyboardInterrupt if signum == signal.SIGINT else SystemExit(128 + signum)
-        # restore the default handler: raising here could deadlock the reader thread
-        signal.signal(signum, signal.SIG_DFL if typed else ignore)
-        if not typed:
-            signal.signal(signal.SIGINT, ignore)
-        if self.process.master:  # not print: the signal may have interrupted one
+        typed = first and signum == signal.SIGINT and self.process.world_size == 1
+        # not an error at the next Ctrl-C: raising here could deadlock the reader thread
+        signal.signal(signal.SIGINT, signal.SIG_DFL if typed else self.receive)
+        if first and self.process.master:  # not print: the signal may have interrupted one
             again = b"; Ctrl-C again stops at once" if typed else b""
             output.SafeStream(1, 2).write(b"\nstopping and saving" + again + b"\n")
 

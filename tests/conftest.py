@@ -123,8 +123,7 @@ def run(monkeypatch, capsys):
                 signal.signal(signum, handler)
             sys.path[:], sys.excepthook = path, hook
             while folder.held:  # release the locks, as the end of a process would
-                for opened in folder.held.popitem()[1]:
-                    os.close(opened)
+                os.close(folder.held.popitem()[1])
         return capsys.readouterr().out
 
     return run_script

@@ -450,8 +450,7 @@ def student(monkeypatch, capsys):
             sys.excepthook = hook
             held = sys.modules["steady.folder"].held
             while held:  # release the locks, as the end of a process would
-                for opened in held.popitem()[1]:
-                    os.close(opened)
+                os.close(held.popitem()[1])
             forget_project()
             sys.modules.update(mine)
             sys.path.remove(str(copy))

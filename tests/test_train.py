@@ -845,7 +845,7 @@ def test_a_sample_from_weights_that_overflowed_ends_in_one_line(run, sums, tmp_p
         ("--n_kv_head=-1", "n_kv_head=-1 must be at least 0 and at most 1000000"),
         ("--n_layer=9223372036854775808", "n_layer=.* must be at least 1 and at most 10000"),
         ("--rope_theta=0", "rope_theta=0.0 must be above 0 and finite$"),
-        ("--out_dir=/dev/null/out", "cannot write to /dev/null/out: Not a directory"),
+        ("--out_dir=/dev/null/out", "Not a directory: '/dev/null/out'"),
         ("--dataset=nowhere", "no data set at .*nowhere"),
         ("--init_from=resume", "no checkpoint at .*ckpt.pt: train first"),
         ("--lerning_rate=1", "did you mean 'learning_rate'"),
