@@ -513,7 +513,7 @@ def kind_of_block(block: nn.Module, drawn: set[nn.Parameter]) -> list[tuple]:
 def equal_up_to_rounding(a: Tensor, b: Tensor) -> bool:
     """Whether a and b are the same values, up to rounding. (A run on 64 CPU cores was refused once
     because its cosines differed.)"""
-    near = a.is_floating_point() and (a - b).norm() <= 1e-6 * b.norm()
+    near = a.is_floating_point() and (a - b).norm() < 1e-6 * b.norm()
     return bool(near) or torch.equal(a, b)  # equal infinities are not near
 
 
