@@ -270,7 +270,11 @@ def split_text(text: str, val_fraction: float = 0.1) -> dict[str, list[str]]:
 
 
 def prepare_hub_dataset(namespace: dict[str, Any]) -> None:
-    """The main function of a hub data set's prepare.py, called with its `globals()`."""
+    """The main function of a hub data set's prepare.py, called with its `globals()`. Writes
+    train.bin, val.bin and meta.json.
+
+    Raises UserError if the data cannot be loaded.
+    """
     config = configure(namespace, base=__file__, positional="")
     tokenizer = tokenizer_named(config["tokenizer"], config["special_tokens"])
     path, split, streaming = config["path"], config["split"], config["streaming"]

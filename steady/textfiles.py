@@ -201,7 +201,9 @@ def text_in(row: Any, column: str) -> tuple[str, str | None]:
     if not isinstance(row, dict):
         return "", f"a {type(row).__name__}, not an object with {column!r}"
     if column not in row:
-        remedy = "pass --column=NAME, or write each row as a text first (docs/pretrained.md)"
+        remedy = "pass --column=NAME"
+        if row and not any(isinstance(value, str) for value in row.values()):  # a chat's messages
+            remedy = "write each row as a text first (docs/pretrained.md)"
         return "", f"no {column!r}, only {shown(', '.join(row) or '{}')}: {remedy}"
     return checked(row[column], column)
 

@@ -167,9 +167,10 @@ class GPT2Tokenizer:
             ) from None
 
     def encode(self, text: str) -> list[int]:
-        texts = text.split("<|endoftext|>") if self.special_tokens else [text]
-        parts = [self.encode_text(part) for part in texts]
-        return parts[0] + [i for part in parts[1:] for i in (self.end_of_text, *part)]
+        if self.special_tokens and "<|endoftext|>" in text:
+            parts = [self.encode_text(part) for part in text.split("<|endoftext|>")]
+            return parts[0] + [i for part in parts[1:] for i in (self.end_of_text, *part)]
+        return self.encode_text(text)
 
     def encode_between(self, before: str, text: str, after: str) -> Sequence[int]:
         if self.special_tokens or len(text) >= 2 * PIECE:
@@ -218,10 +219,6 @@ class HFTokenizer:
         ends = [] if end_of_text is None else [end_of_text]
         self.stop_tokens = list(dict.fromkeys([*ends, *stop_tokens]))
         self.special_tokens = special_tokens
-        control = {*self.stop_tokens} | {begin_of_text} - {None}
-        # files without added tokens may have </s> or [EOS] as a word
-        names = [self.tokenizer.id_to_token(id) or "" for id in control]
-        self.tokenizer.add_special_tokens([name for name in names if CONTROL.fullmatch(name)])
         self.added = self.tokenizer.get_added_tokens_decoder()
         vocabulary = self.tokenizer.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocabulary.values()) + 1
@@ -234,14 +231,13 @@ class HFTokenizer:
         words = map(SEVERAL_WORDS.search, self.tokenizer.get_vocab(with_added_tokens=False))
         self.depends_on_place = '"FixedLength"' in content or not splits and any(words)
         # the byte fallback tokens that some models have: <0x00> to <0xFF>
-        self.byte_ids = [vocabulary.get(f"<0x{i:02X}>") for i in range(256)]
-        self.byte_ids = [] if None in self.byte_ids else self.byte_ids
-        self.byte_values = {id: byte for byte, id in enumerate(self.byte_ids)}
+        bytes_ = [vocabulary.get(f"<0x{i:02X}>") for i in range(256)]
+        self.byte_ids = None if None in bytes_ else bytes_
         self.for_text = self.tokenizer
         if not special_tokens:  # encode their names as characters
             special = {id for id, token in self.added.items() if token.special}
-            special = (special | control) - {*self.byte_ids}
-            self.for_text = plain_tokenizer(without_spellings(content, special))
+            special |= {*self.stop_tokens} | {begin_of_text} - {None}
+            self.for_text = plain_tokenizer(without_spellings(content, special - {*bytes_}))
             self.for_text.encode_special_tokens = True
 
     def unknown(self) -> int | None:
@@ -264,7 +260,19 @@ class HFTokenizer:
 
     def encode_prompt(self, text: str) -> list[int]:
         """Like `encode`, but encodes special tokens in the text as tokens."""
+        end = self.end_of_text
+        name = "" if end is None else self.tokenizer.decode([end], skip_special_tokens=False)
+        if name and name in text and end not in self.added and not self.makes(end, name):
+            parts = [self.encode_prompt(part) for part in text.split(name)]
+            return parts[0] + [id for part in parts[1:] for id in (end, *part)]
         return self.encoding_of(self.tokenizer, text).ids
+
+    def makes(self, id: int, text: str) -> bool:
+        """Whether `text` encodes to that id, among others."""
+        try:
+            return id in self.encode(text)
+        except UserError:  # a vocabulary without an unknown token
+            return False
 
     def encoding_of(self, tokenizer: Any, text: str) -> Any:
         try:
@@ -276,15 +284,21 @@ class HFTokenizer:
             ) from None
 
     def decode(self, ids: list[int]) -> str:
-        # Bytes that are not UTF-8, such as the start of a character, become those of U+FFFD:
-        # `tokenizers` would drop all characters of such a run of bytes (LLamaSharp#265).
+        if self.byte_ids is not None:
+            ids = self.fix_bytes(ids)
+        return self.tokenizer.decode(ids, skip_special_tokens=False)
+
+    def fix_bytes(self, ids: list[int]) -> list[int]:
+        """Replace bytes that are not UTF-8, such as the start of a character, with the bytes of
+        U+FFFD. `tokenizers` would drop all characters of such a run of bytes (LLamaSharp#265)."""
+        value = {id: i for i, id in enumerate(self.byte_ids)}
         mended = []
-        for is_byte, run in itertools.groupby(ids, self.byte_values.__contains__):
+        for is_byte, run in itertools.groupby(ids, value.__contains__):
             if is_byte:
-                text = bytes(self.byte_values[id] for id in run).decode("utf-8", errors="replace")
+                text = bytes(value[i] for i in run).decode("utf-8", errors="replace")
                 run = (self.byte_ids[byte] for byte in text.encode("utf-8"))
             mended += run
-        return self.tokenizer.decode(mended, skip_special_tokens=False)
+        return mended
 
     def meta(self) -> dict[str, Any]:
         return {
@@ -307,42 +321,47 @@ def plain_tokenizer(content: str) -> Any:
 
 
 def without_spellings(content: str, ids: set[int]) -> str:
-    """A tokenizer.json in which no text encodes to the tokens `ids`, by another name. Some models
-    (Unigram, WordLevel) have them in their vocabulary and would match them. Tokens that are
-    ordinary text stay, such as a line feed that ends samples: those neither special nor in
-    brackets.
+    """A tokenizer.json in which no text encodes to the tokens `ids`. Some models (Unigram,
+    WordLevel) have them in their vocabulary and would match them. Tokens that are ordinary text
+    stay (such as a line feed that ends samples): the results of BPE merges, and names that are
+    neither in brackets nor special.
     """
     tokenizer = json.loads(content)
     added, model = tokenizer.get("added_tokens") or [], tokenizer["model"]
-    vocabulary = model.get("vocab") or {}
-    named = {token["id"]: token["content"] for token in added}
-    special = {token["id"] for token in added if token["special"]}
+    vocabulary, merges = model.get("vocab"), model.get("merges") or []
+    pairs = [tuple(pair.split(" ")) if isinstance(pair, str) else tuple(pair) for pair in merges]
+    suffix = model.get("end_of_word_suffix") or ""
+    prefix = model.get("continuing_subword_prefix") or ""
+    results = [pair[0] + pair[1].removeprefix(prefix) for pair in pairs]
     if isinstance(vocabulary, dict):
-        names = {id: name for name, id in vocabulary.items()} | named
+        names = {id: name for name, id in vocabulary.items() if id in ids}
     else:
-        names = {id: name for id, (name, _) in enumerate(vocabulary)} | named
+        names = {id: vocabulary[id][0] for id in ids if id < len(vocabulary or ())}
+    bare = {name: name.removesuffix(suffix).removeprefix(prefix) for name in names.values()}
+    ordinary = {*results, *(name for name in bare if not CONTROL.fullmatch(bare[name]))}
+    names = {id: name for id, name in names.items() if name not in ordinary}
+    for token in added:
+        control = token["special"] or CONTROL.fullmatch(token["content"])
+        if token["id"] in ids and control and len(token["content"]) > 1:
+            names[token["id"]] = token["content"]
+        elif len(token["content"]) < 2:  # a line feed, for example, is ordinary text
+            token["special"] = False
     # no text has these, even if a normalizer drops the NULs
     secret = hashlib.sha256(content.encode()).hexdigest()
-    hidden = {
-        name: f"\0{secret}{id}\0" for id, name in names.items()
-        if id in ids and len(name) > 1 and (id in special or CONTROL.fullmatch(name))
-    }  # fmt: skip
+    hidden = {name: f"\0{secret}{id}\0" for id, name in names.items()}
     if isinstance(vocabulary, dict):
         model["vocab"] = {hidden.get(name, name): id for name, id in vocabulary.items()}
-    else:
+    elif vocabulary:
         model["vocab"] = [[hidden.get(name, name), score] for name, score in vocabulary]
-    if merges := model.get("merges"):  # they may spell an added token
-        pairs = [pair.split(" ") if isinstance(pair, str) else pair for pair in merges]
-        prefix = model.get("continuing_subword_prefix") or ""
+    if merges:  # they may spell an added token
         model["merges"] = [
-            [left, right] for left, right in pairs
-            if not hidden.keys() & {left, right, left + right.removeprefix(prefix)}
+            merge for merge, pair, result in zip(merges, pairs, results, strict=True)
+            if not hidden.keys() & {*pair, result}
         ]  # fmt: skip
     if model.get("unk_token") in hidden:
         model["unk_token"] = hidden[model["unk_token"]]
     for token in added:
         token["content"] = hidden.get(token["content"], token["content"])
-        token["special"] &= len(token["content"]) > 1  # a line feed, for example, is ordinary text
     tokenizer["post_processor"] = None  # it refers to the renamed tokens, and is not needed here
     return json.dumps(tokenizer)
 
@@ -361,8 +380,10 @@ def encode_prompt(tokenizer: Tokenizer, text: str) -> list[int]:
         texts = text.split("<|endoftext|>") if end is not None else [text]
         parts = [tokenizer.encode(part) for part in texts]
         ids = parts[0] + [id for part in parts[1:] for id in (end, *part)]
-    if begin is not None and (ids[:1] != [begin] or begin not in tokenizer.added):
-        ids = [begin, *ids]  # also before text that encodes to it, such as a line feed
+    if begin is not None:
+        # text that encodes to it, such as a line feed
+        ordinary = isinstance(tokenizer, HFTokenizer) and tokenizer.makes(begin, text)
+        ids = ids if ids[:1] == [begin] and not ordinary else [begin, *ids]
     if not ids and end is None:
         raise UserError("it is empty: give the model at least one character to continue")
     return ids or [end]
@@ -399,6 +420,7 @@ DATA_VALUES = {  # its other keys
     **{key: lambda v: isinstance(v, dict) and all(map(is_count, v.values()))
        for key in ("tokens", "bytes", "begins")},
 }  # fmt: skip
+ROLES = ("bos", "unk", "pad", "mask", "cls")  # of tokens that end no text
 TEMPLATES = "additional_chat_templates"  # transformers' folder of named templates
 
 
@@ -464,34 +486,39 @@ def hf_tokenizer_meta(folder: Path) -> dict[str, Any]:
     vocabulary = tokenizer.tokenizer.get_vocab(with_added_tokens=True)
     special = read_json(folder / "special_tokens_map.json")
     require_all_tokens(folder, (settings, special), vocabulary)
-    before, after = added_by_template(tokenizer, path)
-    names = [spelling(content.get("eos_token")) for content in (settings, special)]
-    named = [vocabulary[name] for name in names if name in vocabulary]
-    ends: list[int] = []
-    for name in ("generation_config.json", "config.json"):
-        if ends or (found := read_json(folder / name).get("eos_token_id")) is None:
-            continue  # as for transformers, the first file counts
-        ends = found if isinstance(found, list) else [found]
-        for id in ends:
+    given: dict[str, list[int]] = {}  # the ids of each file
+    for name in ("config.json", "generation_config.json"):
+        found = read_json(folder / name).get("eos_token_id")
+        given[name] = found if isinstance(found, list) else [] if found is None else [found]
+        for id in given[name]:
             if type(id) is not int or id not in range(tokenizer.vocab_size):
                 raise UserError(
                     f"{folder / name}: eos_token_id={reprlib.repr(id)} is not one of the "
                     f"tokenizer's {tokenizer.vocab_size} ids: correct it there, or set it to null"
                 )
-    if named:  # not the unknown token, or the one that begins texts
-        ends = [id for id in ends if id in named or id not in (*before, tokenizer.unknown())]
-    # config.json may have transformers' default id, which this tokenizer gives to another token
-    usable = {id for name, id in vocabulary.items() if CONTROL.fullmatch(name)}
-    usable |= {*named, *tokenizer.added}
-    agrees = not {*named}.isdisjoint(ends) if named else {*ends[:1]} <= usable
-    if usable and not agrees:
+    ends = [id for ids in given.values() for id in ids]
+    before, after = added_by_template(tokenizer, path)
+    names = [spelling(content.get("eos_token")) for content in (settings, special)]
+    named = [vocabulary[name] for name in names if name in vocabulary]
+    # a config.json may have transformers' default ids, which this tokenizer gives to other tokens
+    usable = {*tokenizer.tokenizer.get_added_tokens_decoder()}
+    if named:
+        roles = [content.get(f"{role}_token") for content in (settings, special) for role in ROLES]
+        confirmed = {*given["generation_config.json"]}
+        usable -= {vocabulary.get(spelling(token)) for token in roles} - confirmed
+        usable |= confirmed if confirmed & {*named} else set()  # ordinary text too: a line feed
+        usable = usable - {*before, tokenizer.unknown()} | {*named}
+    else:  # files without added tokens may have </s> or [EOS] as a word
+        usable |= {id for name, id in vocabulary.items() if CONTROL.fullmatch(name)}
+        usable = usable or {*ends}
+    if ends and (named or ends[0] not in usable):
         for id in dict.fromkeys(id for id in ends if id not in usable):
             print(
                 f"note: eos_token_id={id} in {folder} is {tokenizer.tokenizer.id_to_token(id)!r}, "
                 "which ends no text: ignored"
             )
         ends = [id for id in ends if id in usable]
-    ends = [*ends, *named] if agrees else [*named, *ends]
+    ends = [*ends, *named] if {*ends} & {*named} else [*named, *ends]
     ends = list(dict.fromkeys(ends)) or after[:1]
     return tokenizer.meta() | {
         "begin_of_text": before[0] if before else None,
@@ -510,14 +537,21 @@ def as_text(value: Any) -> Any:
     return [*map(as_text, value)] if isinstance(value, list) else spelling(value) or value
 
 
+NAMED_TOKENS = (  # the keys of tokenizer_config.json and special_tokens_map.json that add tokens
+    "added_tokens_decoder", "additional_special_tokens", "extra_special_tokens",
+    "model_specific_special_tokens", "bos_token", "eos_token", "unk_token", "pad_token",
+    "sep_token", "cls_token", "mask_token",
+)  # fmt: skip
+
+
 def require_all_tokens(
     folder: Path, contents: tuple[dict[str, Any], ...], vocabulary: dict[str, int]
 ) -> None:
     """Raises UserError if transformers would add tokens that tokenizer.json lacks, from
     added_tokens.json or from the `contents` of other files."""
     found = [*read_json(folder / "added_tokens.json")]
-    for key, tokens in itertools.chain(*(content.items() for content in contents)):
-        if re.search("_tokens?$|^added_tokens_decoder$", key):
+    for content in contents:
+        for tokens in (content.get(key) for key in NAMED_TOKENS):
             if isinstance(tokens, dict) and "content" not in tokens:
                 tokens = [*tokens.values()]
             found += tokens if isinstance(tokens, list) else [tokens]
@@ -538,13 +572,18 @@ def added_by_template(tokenizer: HFTokenizer, path: Path) -> tuple[list[int], li
             encoding = tokenizer.tokenizer.encode(text)
         except Exception:  # a vocabulary without an unknown token
             continue
+        except BaseException as error:  # a Rust library's panic: the template lacks a token
+            if isinstance(error, KeyboardInterrupt):
+                raise
+            raise UserError(f"{path} has an invalid template: {error}") from None
         ids, mask = encoding.ids, encoding.special_tokens_mask  # 1: added by the template
         if 0 in mask:
             first, last = mask.index(0), len(ids) - mask[::-1].index(0)
-            if first > 1 or 1 in mask[first:last]:
+            nameless = [id for id in ids[:first] if not tokenizer.tokenizer.id_to_token(id)]
+            if first > 1 or 1 in mask[first:last] or nameless:
                 raise UserError(
                     f"{path} has a template that is not supported: {first} tokens before a text "
-                    "instead of at most one, or tokens inside it"
+                    "instead of at most one, tokens inside it, or ids without a token"
                 )
             return ids[:first], ids[last:]
     return [], []
@@ -646,8 +685,12 @@ def load_tokenizer(name: str, special_tokens: bool = False) -> Tokenizer:
     if name.startswith("hf:") and name != "hf:":
         source = re.sub(r"(^|/)tokenizer\.json$", "", name[3:]) or "."
         folder = find_folder(source, ["*.json", "tokenizer.model"])
-        meta = hf_tokenizer_meta(folder) or read_json(folder / "meta.json")  # a data set's
-        if meta.get("tokenizer") != "hf":
+        meta, own = hf_tokenizer_meta(folder), read_json(folder / "meta.json")  # a data set's
+        own = own if own.get("tokenizer") == "hf" else {}
+        if meta and own.get("json", meta["json"]) != meta["json"]:
+            raise UserError(f"{source}: tokenizer.json and meta.json have two tokenizers: move one")
+        meta = meta or own
+        if not meta.get("json"):
             raise UserError(
                 f"{source} has no tokenizer.json: load an older format, with the "
                 "tokenizer_config.json that names its class, with transformers' AutoTokenizer, and "
@@ -676,14 +719,15 @@ def load_tokenizer(name: str, special_tokens: bool = False) -> Tokenizer:
 def drops_characters(tokenizer: HFTokenizer) -> bool:
     """Whether it is a BPE without an unknown token that lacks some bytes, or works on characters.
     (By default `tokenizers` trains a byte-level BPE with the bytes of its texts only.)"""
-    from tokenizers import models, pre_tokenizers
+    from tokenizers import pre_tokenizers
 
-    inner = tokenizer.tokenizer
-    if not isinstance(inner.model, models.BPE) or inner.model.unk_token:
+    content = json.loads(tokenizer.content)
+    if content["model"].get("type") != "BPE" or content["model"].get("unk_token"):
         return False
-    if "ByteLevel(" in f"{inner.normalizer} {inner.pre_tokenizer}":
-        return not inner.get_vocab().keys() >= {*pre_tokenizers.ByteLevel.alphabet()}
-    return not (inner.model.byte_fallback and tokenizer.byte_ids)
+    if "'ByteLevel'" in str([content.get(key) for key in ("normalizer", "pre_tokenizer")]):
+        vocabulary = tokenizer.tokenizer.get_vocab(with_added_tokens=True)
+        return not vocabulary.keys() >= {*pre_tokenizers.ByteLevel.alphabet()}
+    return not content["model"].get("byte_fallback") or tokenizer.byte_ids is None
 
 
 def same_tokenizer(one: dict[str, Any], other: dict[str, Any]) -> bool:
@@ -713,9 +757,9 @@ def check_meta(meta: dict[str, Any], source: str, whole: bool = False) -> None:
             flaw = f"has no valid value: {reprlib.repr(meta[key])}" if key in meta else "is missing"
             raise UserError(f'{source}: "{key}" {flaw}: prepare the data set again')
     least = len(meta.get("alphabet", "")) or 1
-    sizes = {"byte": 257, "gpt2": 50257, "hf": len(meta.get("json", "")),
-             "char": least + (meta.get("end_of_text") is not None)}  # fmt: skip
-    size, most = meta.get("vocab_size", least), sizes.get(kind, 2**32)
+    characters, size = least + (meta.get("end_of_text") is not None), meta.get("vocab_size", least)
+    sizes = {"byte": 257, "gpt2": 50257, "char": characters, "hf": len(meta.get("json", ""))}
+    most = sizes.get(kind, 2**32)
     if not least <= size <= most:
         raise UserError(
             f'{source}: "vocab_size" is {size}, but its tokenizer has {least} to {most} ids: '

@@ -1406,6 +1406,10 @@ def test_a_bpe_of_ones_own_is_the_same_tokenizer_by_its_folder(tmp_path):
     (tmp_path / "own" / "meta.json").write_text(json.dumps({"tokenizer": "gpt2", "json": "{}"}))
     with pytest.raises(ValueError, match="own has no tokenizer.json"):
         prepare_from_files(tmp_path / "other", f"hf:{tmp_path / 'own'}", [path])
+    (tmp_path / "own" / "meta.json").write_text(json.dumps(meta))
+    (tmp_path / "own" / "tokenizer.json").write_text(byte_level(["</s>"]).to_str())
+    with pytest.raises(ValueError, match="tokenizer.json and meta.json have two tokenizers"):
+        prepare_from_files(tmp_path / "other", f"hf:{tmp_path / 'own'}", [path])
 
 
 def test_f67_bytes_that_continue_no_character_are_refused_at_once(tmp_path):
@@ -1675,6 +1679,19 @@ def test_f62_generation_config_may_confirm_a_stop_token_that_is_text(tmp_path):
         '{"eos_token": "</s>", "model_specific_special_tokens": {"image": "<img>"}}'
     )
     with pytest.raises(UserError, match="lacks .'<img>'."):
+        load_tokenizer(f"hf:{tmp_path}")
+
+
+@pytest.mark.parametrize(
+    ("token", "message"), [({}, "invalid template"), ({"<s>": 9999}, "ids without a token")]
+)
+def test_f61_a_template_without_its_token_is_one_line(tmp_path, token, message, capfd):
+    content = json.loads(byte_level(["<s>"], begin="<s>").to_str())
+    for name in content["post_processor"]["special_tokens"]:
+        token = {name: {"id": name, "ids": [id], "tokens": [name]} for name, id in token.items()}
+    content["post_processor"]["special_tokens"] = token
+    (tmp_path / "tokenizer.json").write_text("\ufeff" + json.dumps(content), encoding="utf-8")
+    with pytest.raises(UserError, match=message):
         load_tokenizer(f"hf:{tmp_path}")
 
 

@@ -146,13 +146,14 @@ def named_end(folder, template=False):
     return settings
 
 
-def test_an_id_that_ends_no_text_is_not_the_end_of_text(tmp_path, capsys):
+@pytest.mark.parametrize(("stale", "token"), [(2, "'!'"), (1, "'<s>'"), (0, "'<unk>'")])
+def test_an_id_that_ends_no_text_is_not_the_end_of_text(tmp_path, capsys, stale, token):
     """transformers writes eos_token_id=2 into the config.json of any Llama."""
     named_end(tmp_path, template=True)
-    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": 2}))
+    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": [stale, 3]}))
     meta = hf_tokenizer_meta(tmp_path)
     assert (meta["begin_of_text"], meta["end_of_text"], meta["stop_tokens"]) == (1, 3, [3])
-    assert f"note: eos_token_id=2 in {tmp_path} is '!'" in capsys.readouterr().out
+    assert f"note: eos_token_id={stale} in {tmp_path} is {token}" in capsys.readouterr().out
 
 
 def test_the_named_token_separates_documents_if_no_other_file_agrees(tmp_path):
