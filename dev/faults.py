@@ -278,6 +278,7 @@ VARIABLES = {
     "LOCAL_RANK": ["x", "7"],
     "MASTER_PORT": ["x", "-1", "99999"],
     "TORCHELASTIC_RESTART_COUNT": ["x", "1", "-1"],
+    "LOCAL_WORLD_SIZE": ["x"],
     "HOME": ["/nowhere", ""],
     "TMPDIR": ["/nowhere"],
     "COLUMNS": ["x", "0"],

@@ -9,9 +9,10 @@ import os
 import signal
 import sys
 import warnings
-from importlib import metadata, util
+from importlib import metadata
 
 MIN_TORCH = (2, 11)
+
 ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 
 
@@ -43,15 +44,13 @@ def start_script() -> None:
     needed. torch reads the variable that enables them only once, at startup. A value set by the
     user stays. Until configure() installs its handlers, Ctrl-C ends the script silently.
     """
-    if util.find_spec("torch") is None:
-        raise SystemExit(
-            f"error: this Python ({sys.executable}) has no torch: activate the environment (after "
-            "make demo: source .venv/bin/activate), or pip install -r requirements.txt"
-        )
     with contextlib.suppress(metadata.PackageNotFoundError, ValueError):
         version = metadata.version("torch")  # without importing it
         if tuple(map(int, version.split(".")[:2])) < MIN_TORCH:
             raise SystemExit(f"error: torch {version} is too old: pip install -U 'torch>=2.11'")
+    from steady.output import name_missing_package
+
+    sys.excepthook = name_missing_package
     if not any(name in os.environ for name in ALLOCATOR_VARIABLES):
         os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
     # Importing torch and compiling create millions of long-lived objects. Python's default, garbage

@@ -203,7 +203,7 @@ def write_tensors(
         if gather and distributed.is_sharded(tensor):
             tensor = tensor.full_tensor()
         part, sharded = distributed.local_shards([tensor])[0], distributed.is_sharded(tensor)
-        if not (sharded or process.master):
+        if failures or not (sharded or process.master):
             return 0
         first_row = distributed.first_row(tensor) if sharded else 0
         before = first_row * math.prod(part.shape[1:]) * part.element_size()
@@ -330,10 +330,14 @@ def load_plain(path: Path) -> Any:
 
 def resolve_init_from(init_from: str, path: Path, process: Process) -> str:
     """Returns "resume" if torchrun has restarted the processes of a launch that has already saved
-    `path`, else `init_from`. The first process decides for all."""
-    launch = distributed.launch_id()  # "" without torchrun
-    again = distributed.on_rank0_first(process, lambda: launch and peek(path, "launch") == launch)
-    return "resume" if again else init_from
+    `path`, else `init_from`. The first process decides for all. (With several machines torchrun
+    does not count all restarts.)"""
+    one = process.world_size == 1 or distributed.on_one_machine()
+    if one and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
+        return init_from
+    return distributed.on_rank0_first(
+        process, lambda: "resume" if peek(path, "launch") == distributed.launch_id() else init_from
+    )
 
 
 def peek(path: Path, key: str, default: Any = None) -> Any:
@@ -568,7 +572,8 @@ def load_weights(
     if not strict:
         state = {name: value for name, value in state.items() if name in weights}
     check_weights(weights, state, f"{path} does not fit {MODEL} in")
-    tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
+    extra = "_extra_state"  # torch's key for the result of a module's get_extra_state
+    tensors = {name: value for name, value in state.items() if not name.endswith(extra)}
     first_name: dict[tuple, str] = {}  # of the tensors that share memory
     for name, tensor in tensors.items():
         local, whole = distributed.local_shards([tensor])[0], weights[name]
@@ -578,7 +583,7 @@ def load_weights(
         if not same and weights[tied].isfinite().all():
             raise UserError(f"{path} has two values for {tied} and {name}, which model.py ties")
     check_finite(tensors, path, model)
-    # last, because it calls hooks, which see all weights, and sets what is no tensor
+    # last, because it calls hooks, which see all weights
     extras = {name: weights[name] for name in state.keys() - tensors.keys()}
     model.load_state_dict(tensors | extras, strict=False)
 

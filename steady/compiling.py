@@ -60,8 +60,8 @@ class Plan:
 
 
 def plan(compile: bool, mode: str, device: torch.device) -> Plan:
-    """Which parts of torch.compile this run can use. Fixes Triton's search for the driver if
-    necessary."""
+    """Which parts of torch.compile this run can use. Fixes torch's cache folder and Triton's search
+    for the driver if necessary."""
     # Our loss is a custom autograd function. By default torch does not cache graphs that contain
     # one, so every start would trace and partition it (13 s instead of 4 for GPT-2 on an H200).
     if hasattr(functorch_config, "autograd_cache_allow_custom_autograd_functions"):
@@ -73,9 +73,10 @@ def plan(compile: bool, mode: str, device: torch.device) -> Plan:
     # last eight years know them. With an older one the run falls back to eager and says so.
     if platform.machine() in ("x86_64", "AMD64"):
         os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
+    unwritable = environment.cache_obstacle()
     if device.type == "cuda":
         environment.provide_libcuda()
-    obstacle = environment.compile_obstacle(device) if compile else "compile=False"
+    obstacle = (unwritable or environment.compile_obstacle(device)) if compile else "compile=False"
     cuda_graphs = not obstacle and mode in GRAPH_MODES and device.type == "cuda"
     if cuda_graphs:  # print torch's reasons for not recording a graph
         logging.getLogger(SKIPS_LOG).addHandler(logging.StreamHandler())

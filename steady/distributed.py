@@ -19,9 +19,10 @@ import os
 import re
 import secrets
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
+from dataclasses import is_dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -320,13 +321,19 @@ def exit_now(status: int = 0) -> None:
     """Exit without Python's own shutdown, which aborts if one of torch's threads is still finishing
     ("terminate called without an active exception")."""
     atexit._run_exitfuncs()
-    # write what open files still have in their buffers, as Python's shutdown does
+    flusher = threading.Thread(target=flush_files, daemon=True)
+    flusher.start()
+    flusher.join(timeout=10)  # a pipe that nobody reads would block it
+    os._exit(status)
+
+
+def flush_files() -> None:
+    """Write what open files still have in their buffers, as Python's own shutdown does."""
     gc.unfreeze()  # memory.fit has hidden the set-up's objects
     files = [file for file in gc.get_objects() if issubclass(type(file), io.IOBase)]
     for file in (*files, sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):  # it is closed, for example
             file.flush()
-    os._exit(status)
 
 
 def all_reduce_sum(tensor: Tensor) -> Tensor:
@@ -432,6 +439,12 @@ def shard(model: nn.Module, process: Process) -> None:
         fully_shard(modules, mesh=mesh, mp_policy=policy)
         modules[0].set_gradient_divide_factor(1.0)  # sum: the losses are already divided
         modules[0].set_force_sum_reduction_for_comms(True)  # gloo supports only sums
+    named = [*model.named_parameters(), *model.named_buffers()]
+    named = [(name, tensor) for name, tensor in named if tensor.is_floating_point()]
+    refuse([n for n, t in named if local_shards([t])[0].isnan().any()], SET_VALUES)
+
+
+SET_VALUES = "set their initial values in their module's reset_parameters()"
 
 
 def refuse(names: list[str], remedy: str) -> None:
@@ -485,10 +498,11 @@ def require_initial_values(model: nn.Module, groups: list[list[nn.Module]]) -> N
     config = model.config
     drawn = {model.get_parameter(name) for name in getattr(model, "draws", ())}
     kinds = [kind_of_block(block, drawn) for block in repeated_blocks(model)]
-    with torch.random.fork_rng(devices=[]), torch.device("meta"), contextlib.suppress(Exception):
-        # fails if an edit has other settings, or needs more layers
+    if is_dataclass(config) and hasattr(config, "n_layer"):
         n = min(config.n_layer, max([2, *(kinds.index(kind) + 1 for kind in kinds)]))
-        config = type(model)(replace(config, n_layer=n)).config
+        meta = torch.device("meta")
+        with torch.random.fork_rng(devices=[]), meta, contextlib.suppress(Exception):
+            config = type(model)(replace(config, n_layer=n)).config  # an edit may need more layers
     with torch.random.fork_rng(devices=[]), Reseeded():
         with torch.device("cpu"):
             expected = type(model)(config)
@@ -498,8 +512,7 @@ def require_initial_values(model: nn.Module, groups: list[list[nn.Module]]) -> N
             pass
     theirs = dict([*expected.named_parameters(), *expected.named_buffers()])
     ours = [*found.named_parameters(), *found.named_buffers()]
-    differing = [n for n, t in ours if not equal_up_to_rounding(t, theirs[n])]
-    refuse(differing, "set their initial values in their module's reset_parameters()")
+    refuse([n for n, t in ours if not equal_up_to_rounding(t, theirs[n])], SET_VALUES)
 
 
 def kind_of_block(block: nn.Module, drawn: set[nn.Parameter]) -> list[tuple]:
@@ -513,8 +526,12 @@ def kind_of_block(block: nn.Module, drawn: set[nn.Parameter]) -> list[tuple]:
 def equal_up_to_rounding(a: Tensor, b: Tensor) -> bool:
     """Whether a and b are the same values, up to rounding. (A run on 64 CPU cores was refused once
     because its cosines differed.)"""
-    near = a.is_floating_point() and (a - b).norm() < 1e-6 * b.norm()
-    return bool(near) or torch.equal(a, b)  # equal infinities are not near
+    if torch.equal(a, b):
+        return True
+    if not a.is_floating_point() or a.shape != b.shape:
+        return False
+    rounding = 8 * torch.finfo(a.dtype).eps
+    return bool((a.double() - b.double()).abs().max() <= rounding * b.double().abs().max())
 
 
 class Reseeded(TorchDispatchMode):

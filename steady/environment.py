@@ -70,6 +70,20 @@ def provide_libcuda(maps: Path = Path("/proc/self/maps")) -> str | None:
     return None
 
 
+def cache_obstacle() -> str | None:
+    """The problem if the folder in TORCHINDUCTOR_CACHE_DIR is not writable. It also unsets that
+    variable, because torch needs a folder even for eager training; its default is temporary."""
+    chosen = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
+    try:
+        if chosen:
+            os.makedirs(chosen, exist_ok=True)
+            tempfile.TemporaryFile(dir=chosen).close()
+    except OSError as error:
+        del os.environ["TORCHINDUCTOR_CACHE_DIR"]
+        return f"TORCHINDUCTOR_CACHE_DIR={chosen} cannot be written to: {error.strerror}"
+    return None
+
+
 def expandable_segments() -> bool:
     """Whether the CUDA allocator really uses expandable segments (allocates a few bytes)."""
     torch.empty(1, device="cuda")

@@ -30,7 +30,8 @@ LFS_POINTER = b"version https://git-lfs.github.com/spec/"  # how such a file beg
 KEPT_ARCHIVES = 2  # archived runs in a folder
 MARK = ".archived"  # marks the folders that we created for them
 
-held: dict[Path, int] = {}  # each claimed folder's lock file, open until the process ends
+# descriptors of each claimed folder's lock file and of the folder, open until the process ends
+held: dict[Path, tuple[int, int]] = {}
 
 
 def claim(out_dir: Path, names: Sequence[str] = FILES) -> None:
@@ -71,7 +72,7 @@ def claim(out_dir: Path, names: Sequence[str] = FILES) -> None:
             ) from None
         print(f"note: {out_dir} cannot be locked ({error.strerror}): avoid a second run there")
         return
-    held[out_dir] = lock
+    held[out_dir] = lock, os.open(out_dir, os.O_RDONLY)
     with contextlib.suppress(OSError):
         os.ftruncate(lock, 0)
         os.write(lock, f"process {os.getpid()} on {socket.gethostname()}".encode())
@@ -82,30 +83,41 @@ def claim(out_dir: Path, names: Sequence[str] = FILES) -> None:
 
 def require_file(path: Path) -> None:
     """Raises UserError if `path` exists but is not a regular file: reading a FIFO or a device may
-    never end. Also raises it for what `git clone` leaves in place of a large file if Git LFS is not
-    installed."""
-    if path.exists() and not path.is_file():
-        kind = "folder" if path.is_dir() else "device or pipe"
-        raise UserError(f"{path} is a {kind}, not a file")
+    never end. (The same goes for some files in /proc, which look regular.) Also raises it for what
+    `git clone` leaves in place of a large file if Git LFS is not installed."""
+    if path.exists() and (not path.is_file() or str(path.resolve()).startswith("/proc/k")):
+        raise UserError(
+            f"{path} is a {'folder' if path.is_dir() else 'device or pipe'}, not a file"
+        )
     with contextlib.suppress(OSError), open(path, "rb") as file:
         if file.read(len(LFS_POINTER)) == LFS_POINTER:
             raise UserError(f"{path} is only a pointer to the file: run `git lfs pull` there")
 
 
 def hold_lock(out_dir: Path) -> None:
-    """Check that this process, if it has claimed `out_dir`, still holds the lock. If the folder or
-    its lock was moved or removed, claim it again and archive what another run may have left there.
+    """Check that `out_dir`, if this process has claimed it, is still the same folder. If it was
+    moved or removed, claim it again and archive what another run has left there since. (If only the
+    lock file was removed, and no other run has started since, just lock the folder again.)
 
     Raises UserError if another run is writing there now.
     """
     if out_dir not in held:
         return
-    with contextlib.suppress(OSError):
-        if os.path.samestat(os.stat(out_dir / ".lock"), os.fstat(held[out_dir])):
-            return
+    lock, opened = held[out_dir]
+    if is_same_file(out_dir / ".lock", lock):
+        return
+    only_unlocked = is_same_file(out_dir, opened) and not (out_dir / ".lock").exists()
     claim(out_dir)
-    print(f"note: {out_dir} or its .lock was moved or removed during this run: continuing there")
-    archive_previous_run(out_dir)
+    if not only_unlocked:
+        print(f"note: {out_dir} was moved or removed during this run: continuing in a new folder")
+        archive_previous_run(out_dir)
+
+
+def is_same_file(path: Path, opened: int) -> bool:
+    """Whether `path` is still the file or folder behind the descriptor `opened`."""
+    with contextlib.suppress(OSError):
+        return os.path.samestat(os.stat(path), os.fstat(opened))
+    return False
 
 
 def archive_previous_run(out_dir: Path, names: Sequence[str] = FILES) -> None:

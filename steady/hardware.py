@@ -130,22 +130,26 @@ def available_memory_gib(device: torch.device) -> float:
         kib = {name: int(value.split()[0]) for name, value in (line.split(":") for line in lines)}
         found.append(1024 * (kib["MemAvailable"] + kib["SwapFree"]))
     found += cgroup_limits()
-    return min(found) / 2**30 / int(os.environ.get("LOCAL_WORLD_SIZE") or 1)  # set by torchrun
+    processes = os.environ.get("LOCAL_WORLD_SIZE", "")  # set by torchrun
+    return min(found) / 2**30 / max(1, int(processes) if processes.isdecimal() else 1)
 
 
 def cgroup_limits(root: Path = Path("/")) -> list[int]:
     """The limits on this process's memory in bytes: of its container, its batch job (SLURM,
     systemd), and of all groups around them (Linux's cgroups, version 1 or 2)."""
-    places, found = ["/"], []
+    lines, found = ["0::/", "0:memory:/"], []
     with contextlib.suppress(OSError):
         text = (root / "proc/self/cgroup").read_text(encoding="utf-8", errors="replace")
-        places += [line.split(":", 2)[-1] for line in text.splitlines()]
-    for place in places:
-        for version, name in (("", "memory.max"), ("memory", "memory.limit_in_bytes")):
-            group = root / "sys/fs/cgroup" / version / place.lstrip("/")
-            for folder in (group, *group.parents):
-                with contextlib.suppress(OSError, ValueError):  # "max": no limit
-                    found.append(int((folder / name).read_text(encoding="utf-8")))
+        lines += text.splitlines()
+    for line in lines:
+        _, kinds, place = [*line.split(":", 2), "", ""][:3]
+        if kinds and "memory" not in kinds.split(","):
+            continue
+        name = "memory.limit_in_bytes" if kinds else "memory.max"
+        group = root / "sys/fs/cgroup" / ("memory" if kinds else "") / place.lstrip("/")
+        for folder in (group, *group.parents[: len(Path(place).parts) - 1]):
+            with contextlib.suppress(OSError, ValueError):  # "max": no limit
+                found.append(int((folder / name).read_text(encoding="utf-8")))
     return found
 
 

@@ -66,3 +66,15 @@ class SafeStream(io.FileIO):
             with contextlib.suppress(OSError):
                 return os.write(number, data)
         return len(data)
+
+
+def name_missing_package(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+    """An excepthook until configure() installs its own: a missing torch or numpy is one line."""
+    if isinstance(error, ModuleNotFoundError) and error.name in ("torch", "numpy"):
+        print(
+            f"error: this Python ({sys.executable}) has no {error.name}: activate the environment "
+            "(after make demo: source .venv/bin/activate), or pip install -r requirements.txt",
+            file=sys.stderr,
+        )
+    else:
+        sys.__excepthook__(kind, error, trace)

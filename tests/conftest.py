@@ -123,7 +123,8 @@ def run(monkeypatch, capsys):
                 signal.signal(signum, handler)
             sys.path[:], sys.excepthook = path, hook
             while folder.held:  # release the locks, as the end of a process would
-                os.close(folder.held.popitem()[1])
+                for opened in folder.held.popitem()[1]:
+                    os.close(opened)
         return capsys.readouterr().out
 
     return run_script

@@ -22,7 +22,8 @@ from steady.stop import Saving, StopRequest
 def test_f71_only_a_restart_of_the_launch_that_saved_goes_on(tmp_path, monkeypatch):
     path, process = tmp_path / "ckpt.pt", Process()
     checkpoint.save(path, {})
-    assert checkpoint.resolve_init_from("scratch", path, process) == "scratch"  # no torchrun
+    assert checkpoint.resolve_init_from("scratch", path, process) == "scratch"  # no restart
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     monkeypatch.setattr(distributed, "launch_id", lambda: "this one")
     assert (
         checkpoint.resolve_init_from("scratch", path, process) == "scratch"

@@ -196,6 +196,15 @@ def test_evaluations_use_the_current_weights_whatever_the_environment_says():
             torch.testing.assert_close(compiled(x), before + 2.0)
 
 
+def test_f48_a_cache_folder_that_cannot_be_written_is_replaced(monkeypatch):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/dev/null/cache")
+    plan = compiling.plan(True, "default", torch.device("cpu"))
+    assert plan.obstacle == (
+        "TORCHINDUCTOR_CACHE_DIR=/dev/null/cache cannot be written to: Not a directory"
+    )
+    assert "TORCHINDUCTOR_CACHE_DIR" not in os.environ  # torch uses its default folder
+
+
 # ---- too little memory -------------------------------------------------------------------------
 
 

@@ -65,6 +65,18 @@ def test_f45_a_folder_that_was_moved_or_removed_is_claimed_again(tmp_path, capsy
     assert capsys.readouterr().out == ""
 
 
+def test_f45_a_folder_whose_lock_was_removed_keeps_its_files(tmp_path, capsys):
+    folder.claim(tmp_path)
+    (tmp_path / "ckpt.pt").write_text("this run's")
+    (tmp_path / ".lock").unlink()
+    folder.hold_lock(tmp_path)
+    assert capsys.readouterr().out == "" and (tmp_path / "ckpt.pt").read_text() == "this run's"
+    again = subprocess.run(
+        [sys.executable, "-c", HOLD, str(tmp_path)], cwd=ROOT, capture_output=True, text=True
+    )
+    assert "another process is writing to" in again.stderr
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="lists the open files of Linux")
 def test_f45_a_run_whose_folder_another_took_over_keeps_no_files_open(tmp_path, other_run):
     """It tries to claim the folder again before every line of metrics.jsonl."""

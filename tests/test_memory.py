@@ -145,7 +145,7 @@ def test_a_cpu_tries_no_batch_that_takes_all_of_its_memory_by_the_estimate(monke
 
 def test_processes_on_one_machine_share_its_memory(monkeypatch):
     one = hardware.available_memory_gib(torch.device("cpu"))
-    for text, n in (("4", 4), ("", 1)):
+    for text, n in (("4", 4), ("x", 1), ("0", 1)):
         monkeypatch.setenv("LOCAL_WORLD_SIZE", text)
         found = hardware.available_memory_gib(torch.device("cpu"))
         assert found == pytest.approx(one / n, rel=0.2)

@@ -450,7 +450,8 @@ def student(monkeypatch, capsys):
             sys.excepthook = hook
             held = sys.modules["steady.folder"].held
             while held:  # release the locks, as the end of a process would
-                os.close(held.popitem()[1])
+                for opened in held.popitem()[1]:
+                    os.close(opened)
             forget_project()
             sys.modules.update(mine)
             sys.path.remove(str(copy))
