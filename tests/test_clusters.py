@@ -453,6 +453,11 @@ def test_f79_values_may_be_rounded_differently(monkeypatch):
     assert not distributed.equal_up_to_rounding(counted, counted + 1)
     assert not distributed.equal_up_to_rounding(other, other * torch.nan)
     assert not distributed.equal_up_to_rounding(other, other[:2])
+    mask = torch.full((3,), torch.finfo(torch.float32).min)  # its norm would be infinite
+    assert not distributed.equal_up_to_rounding(mask * 0, mask)
+    half = torch.linspace(0.1, 1.0, 9, dtype=torch.float16)
+    next_half = torch.nextafter(half, half + 1)
+    assert distributed.equal_up_to_rounding(half, next_half)
 
 
 def test_f79_meta_weights_are_drawn_as_others_are():

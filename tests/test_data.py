@@ -4,6 +4,8 @@ import errno
 import gzip
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -565,3 +567,16 @@ def test_no_network_is_one_line(run, tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="cannot load no-one/nothing .*or pass --path=FOLDER"):
         run("data/tinystories/prepare.py", "--path=no-one/nothing", "--tokenizer=byte",
             f"--out={tmp_path}")  # fmt: skip
+
+
+def test_texts_are_prepared_without_torch(tmp_path):
+    (tmp_path / "a.txt").write_text("some text " * 100)
+    arguments = ["prepare.py", f"--input={tmp_path / 'a.txt'}", f"--out={tmp_path}"]
+    code = f"""
+import runpy, sys
+sys.modules["torch"] = None  # importing it fails
+sys.argv = {[*arguments, "--tokenizer=byte"]}
+runpy.run_path("data/text/prepare.py", run_name="__main__")
+"""
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+    assert read_meta(tmp_path)["vocab_size"] == 257

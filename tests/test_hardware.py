@@ -128,6 +128,8 @@ def test_a_model_trained_through_onednn_keeps_float32s_accuracy():
          {"memory/memory.limit_in_bytes": "9000", "memory/docker/x/memory.limit_in_bytes": "8000",
           "memory/docker/x/y/memory.limit_in_bytes": "8500"}, [8000, 8500, 9000]),
         ("4:memory:/docker/elsewhere\n", {"memory/memory.limit_in_bytes": "9000"}, [9000]),
+        ("4:memory:/job\n3:pids:/system\n", {"memory/job/memory.limit_in_bytes": "8000",
+         "memory/system/memory.limit_in_bytes": "1000"}, [8000]),  # of another group
         ("bad\n", {"memory.max": "5000"}, [5000]),
         ("", {}, []),
     ],

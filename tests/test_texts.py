@@ -314,6 +314,27 @@ def test_f62_a_stale_id_in_config_json_ends_no_document(tmp_path, stale):
     assert load_tokenizer(f"hf:{tmp_path}").end_of_text == 1
 
 
+@pytest.mark.parametrize(
+    ("settings", "files", "stops"),
+    [
+        # as in Phi-4-mini: generation_config.json lists the end of a chat's turn first
+        ({"eos_token": "</s>"}, {"config": 1, "generation_config": [0, 1]}, [1, 0]),
+        # an id of another tokenizer's in generation_config.json
+        ({}, {"config": 1, "generation_config": 9}, [1, 9]),
+        ({"eos_token": "</s>", "pad_token": "<pad>"}, {"config": [2, 1]}, [1]),
+        # as in CodeLlama: a token that transformers adds when it is needed
+        ({"eos_token": "</s>", "fill_token": "<FILL>"}, {}, [1]),
+    ],
+)
+def test_f62_the_files_of_a_family_name_its_end_of_text(tmp_path, settings, files, stops):
+    byte_level(["<|end|>", "</s>", "<pad>"]).save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    for name, ids in files.items():
+        (tmp_path / f"{name}.json").write_text(json.dumps({"eos_token_id": ids}))
+    found = load_tokenizer(f"hf:{tmp_path}")
+    assert found.end_of_text == 1 and found.stop_tokens == stops
+
+
 @pytest.mark.parametrize("kind", ["char", "byte"])
 def test_f62_rows_of_characters_and_bytes_are_separated(tmp_path, kind):
     rows_file(tmp_path / "a.jsonl", ["ab", "cd"] * 20)
@@ -501,6 +522,30 @@ def test_f64_a_text_that_ends_within_a_character_loses_only_that(name, gpt2_file
 
 
 CONTROL = "Price: <s>1 dollars</s> now 0. <|endoftext|> is a word here."
+
+
+def test_f65_tokens_of_chats_keep_the_spaces_that_they_take(tmp_path):
+    """As Phi-3's, which take the line feed after them."""
+    made = byte_level(["</s>"])
+    names = "<|user|>", "<|end|>"
+    tokens = [tokenizers.AddedToken(name, rstrip=True, special=True) for name in names]
+    made.add_special_tokens(tokens)
+    made.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
+    ends = [1, made.token_to_id("<|end|>")]
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
+    chat = "<|user|>\nHello<|end|>\n<|user|>\n"
+    found = load_tokenizer(f"hf:{tmp_path}", special_tokens=True)
+    assert found.encode(chat) == encode_prompt(found, chat) == made.encode(chat).ids
+
+
+def test_f65_a_byte_that_ends_samples_stays_text_if_other_bytes_have_no_token(tmp_path):
+    content = json.loads(sentencepiece().to_str())
+    del content["model"]["vocab"]["<0x09>"]
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    line_feed = content["model"]["vocab"]["<0x0A>"]
+    (tmp_path / "generation_config.json").write_text(f'{{"eos_token_id": [2, {line_feed}]}}')
+    assert line_feed in load_tokenizer(f"hf:{tmp_path}").encode("a\nb")
 
 
 @pytest.mark.parametrize("make", [with_bos, fallback, qwen])
