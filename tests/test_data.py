@@ -571,11 +571,11 @@ def test_no_network_is_one_line(run, tmp_path, monkeypatch):
 
 def test_texts_are_prepared_without_torch(tmp_path):
     (tmp_path / "a.txt").write_text("some text " * 100)
-    arguments = ["prepare.py", f"--input={tmp_path / 'a.txt'}", f"--out={tmp_path}"]
+    arguments = [f"--input={tmp_path / 'a.txt'}", f"--out={tmp_path}", "--tokenizer=byte"]
     code = f"""
 import runpy, sys
 sys.modules["torch"] = None  # importing it fails
-sys.argv = {[*arguments, "--tokenizer=byte"]}
+sys.argv = {["prepare.py", *arguments]}
 runpy.run_path("data/text/prepare.py", run_name="__main__")
 """
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)

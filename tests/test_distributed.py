@@ -682,7 +682,8 @@ def compiled(model, **options):
 torch.compile = compiled
 """
     first, _ = launch(2, tmp_path, "--compile=True", code=code)
-    assert "compiling fails here: it failed in another process" in first
+    reason = "because compiling fails here: it failed in another process"
+    assert f"not compiled (--compile=False skips compiling), {reason}" in first
     assert_same_curve(tmp_path, alone)
 
 

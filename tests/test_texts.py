@@ -521,9 +521,6 @@ def test_f64_a_text_that_ends_within_a_character_loses_only_that(name, gpt2_file
             assert rest == text
 
 
-CONTROL = "Price: <s>1 dollars</s> now 0. <|endoftext|> is a word here."
-
-
 def test_f65_tokens_of_chats_keep_the_spaces_that_they_take(tmp_path):
     """As Phi-3's, which take the line feed after them."""
     made = byte_level(["</s>"])
@@ -547,6 +544,9 @@ def test_f65_a_byte_that_ends_samples_stays_text_if_other_bytes_have_no_token(tm
     line_feed = content["model"]["vocab"]["<0x0A>"]
     (tmp_path / "generation_config.json").write_text(f'{{"eos_token_id": [2, {line_feed}]}}')
     assert line_feed in load_tokenizer(f"hf:{tmp_path}").encode("a\nb")
+
+
+CONTROL = "Price: <s>1 dollars</s> now 0. <|endoftext|> is a word here."
 
 
 @pytest.mark.parametrize("make", [with_bos, fallback, qwen])
