@@ -46,7 +46,8 @@ with tempfile.TemporaryDirectory() as folder:
     data_dir = dataset_folder(config["dataset"])
     meta = read_meta(data_dir) if (data_dir / "train.bin").exists() else {}
     vocab_size = config["vocab_size"] or meta.get("vocab_size", 50304)
-    tokens = np.random.default_rng(0).integers(0, vocab_size, 2**22 + config["block_size"])
+    draws = np.random.default_rng(0).random(2**22 + config["block_size"])
+    tokens = np.floor(vocab_size**draws) - 1  # as in texts, token n is about n times rarer (Zipf)
     dtype = "uint16" if vocab_size <= 2**16 else "uint32"
     for split in ("train", "val"):
         tokens.astype(dtype).tofile(Path(folder, f"{split}.bin"))

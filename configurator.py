@@ -59,7 +59,9 @@ RANGES = (
         "batch_size", "gradient_accumulation_steps", "num_samples", "processes", "num_proc",
         "micro_batch", "gpus",
     )),
-    ("at least 0 and at most 4294967296", lambda value: 0 <= value <= 2**32, ("vocab_size",)),
+    ("at least 0 and at most 4294967296", lambda value: 0 <= value <= 2**32, (
+        "vocab_size", "sampled_softmax",
+    )),
     ("at least 0 and below 2**63", lambda value: 0 <= value < 2**63, (
         "eval_interval", "sample_interval", "max_iters", "warmup_iters", "lr_decay_iters", "top_k",
         "max_tokens",

@@ -76,10 +76,8 @@ class GPTConfig:
                 f"use one of {', '.join(map(str, divisors))}"
             )
         if self.head_dim % 2:
-            raise UserError(
-                f"head_dim={self.head_dim} (by default n_embd / n_head) is odd, but rotary "
-                f"embeddings rotate pairs: try n_embd={self.n_head * (self.head_dim + 1)}"
-            )
+            even = f"n_embd={self.n_head * (self.head_dim + 1)}"
+            raise UserError(f"head_dim={self.head_dim} is odd, but RoPE rotates pairs: try {even}")
 
     @classmethod
     def from_settings(cls, settings: dict[str, Any], vocab_size: int) -> "GPTConfig":

@@ -33,6 +33,7 @@ from steady.memory import undone
 from steady.optim import AveragedWeights, own_gradients, schedule_end, set_second_target
 from steady.recompute import use_activation_checkpointing
 from steady.runlog import RunLog
+from steady.sampled import use_sampled_softmax
 from steady.stop import Saving, StopRequest, stop_message
 
 # output and evaluation
@@ -74,6 +75,7 @@ beta1 = 0.9  # AdamW's decay rate of the mean gradient
 beta2 = 0.95  # AdamW's decay rate of the mean squared gradient
 grad_clip = 1.0  # clip the gradient norm to this; 0.0: never
 average_weights = False  # evaluate a blend of weights and their average, and save it in best.pt
+sampled_softmax = 0  # train on the logits of this many tokens, drawn in each step; 0: all
 second_target = 0.0  # also predict the token after next, with this weight; falls to 0 halfway
 # learning-rate schedule
 lr_schedule = "cosine"  # cosine, or wsd (warmup, stable, decay as 1 - sqrt(progress))
@@ -141,6 +143,7 @@ elif fp8:
 use_activation_checkpointing(raw_model, activation_checkpointing)
 distributed.shard(raw_model, process)  # fsdp: a shard for each rank; ddp: equal weights
 start.load_weights(raw_model)
+use_sampled_softmax(raw_model, train_file, config)
 
 # -----------------------------------------------------------------------------
 # optimizer; most torch optimizers work: opt = torch.optim.SGD(raw_model.parameters())

@@ -19,8 +19,6 @@ ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 def visible(text: str) -> str:
     """Escape the control characters in `text`, except line feeds and tabs. A terminal would obey
     them, and text from files may contain any."""
-    if text.isprintable():
-        return text
     return "".join(
         c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text
     )

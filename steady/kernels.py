@@ -1,5 +1,4 @@
-"""Whether Triton kernels can run here; Triton compiles a launcher in C. If not, plain torch takes
-more time and memory instead."""
+"""Whether Triton kernels run here (it needs a C compiler). Plain torch is slower and larger."""
 
 import functools
 

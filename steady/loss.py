@@ -68,19 +68,24 @@ class LinearCrossEntropy(nn.Module):
     """The mean of `cross_entropy(head(hidden), targets)` as a layer, so that it is compiled like
     the model's other layers. Only a plain nn.Linear saves the memory of the logits."""
 
-    share: Tensor | float = 0.0  # optim.set_second_target changes it
+    def __init__(self):
+        super().__init__()
+        self.share: Tensor | float = 0.0  # optim.set_second_target changes it
+        self.sampler: nn.Module | None = None  # of sampled_softmax (steady/sampled.py)
 
     def forward(self, hidden: Tensor, head: nn.Module, targets: Tensor) -> Tensor:
         hooks = "_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks"
         edited = "forward" in vars(head) or any(getattr(head, name) for name in hooks)
         if type(head).forward is nn.Linear.forward and not edited:
-            weight = head.weight
-            if head.bias is not None:  # 8 more features, which are 1; each has an eighth of it
+            weight, bias = head.weight, head.bias
+            if self.sampler is not None and torch.is_grad_enabled():
+                weight, bias, targets = self.sampler(weight, bias, targets)
+            if bias is not None:  # 8 more features, which are 1; each has an eighth of it
                 hidden, weight = F.pad(hidden, (0, 8), value=1.0), F.pad(weight, (0, 8))
-                weight[:, -8:] = head.bias[:, None] / 8
+                weight[:, -8:] = bias[:, None] / 8
             return linear_cross_entropy(hidden, weight, targets, share=self.share)
-        if isinstance(self.share, Tensor):
-            raise UserError("second_target needs a plain nn.Linear as lm_head: use 0 for another")
+        if isinstance(self.share, Tensor) or self.sampler is not None:
+            raise UserError("second_target and sampled_softmax need an nn.Linear as lm_head: use 0")
         losses = _losses(_log_softmax(head(hidden)), targets.reshape(len(hidden)))
         return losses.sum() / _count(targets)
 

@@ -26,11 +26,12 @@ from model import GPT, GPTConfig
 from steady import ALLOCATOR_VARIABLES, compiling, distributed, environment, float8, recompute
 from steady.distributed import Process
 from steady.generate import generate
-from steady.loss import linear_cross_entropy
+from steady.loss import LinearCrossEntropy, linear_cross_entropy
 from steady.optim import own_gradients
 from steady.prepare import split_text, write_dataset
 from steady.recompute import use_activation_checkpointing
 from steady.runlog import read_metrics
+from steady.sampled import VocabularySampler
 from steady.tokenizer import CharTokenizer
 
 pytestmark = [
@@ -615,6 +616,38 @@ def test_f41_a_recorded_decoding_step_is_faster(batch_size):
 
 
 # ---- F14: the loss ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
+def test_f14_sampled_softmax_is_compiled(mode):
+    """With all tokens but one, it is nearly the softmax over all of them; and it never leaves out a
+    target."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    vocab_size = 50304
+    head = torch.nn.Linear(128, vocab_size, bias=False, device="cuda")
+    hidden = torch.randn(1024, 128, device="cuda", requires_grad=True)
+    targets = torch.randint(vocab_size, (4, 256), device="cuda")
+    targets[:, ::7] = -1
+    layer = LinearCrossEntropy()
+
+    def run(function):
+        torch.compiler.cudagraph_mark_step_begin()
+        with torch.autocast("cuda", torch.bfloat16):
+            loss = function(hidden, head, targets)
+        gradients = torch.autograd.grad(loss, [hidden, head.weight])
+        return [x.clone() for x in (loss.detach(), *gradients)]
+
+    whole = run(layer)
+    for size, tolerance in ((vocab_size - 1, 0.01), (16384, 0.03)):
+        layer.sampler = VocabularySampler(torch.ones(vocab_size, device="cuda"), size)
+        compiled, losses = torch.compile(layer, mode=mode), set()
+        for _ in range(4):
+            found = run(compiled)
+            losses.add(found[0].item())
+            for mine, wanted in zip(found, whole, strict=True):
+                assert (mine - wanted).norm() <= tolerance * wanted.norm()
+        assert len(losses) == 4  # other tokens in each step, also with CUDA graphs
 
 
 @pytest.mark.parametrize("second_target", [False, True])

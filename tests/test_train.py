@@ -333,8 +333,10 @@ def test_f72_only_a_second_ctrl_c_kills_a_run_that_is_saving(fork, sums, tmp_pat
 
 
 @pytest.mark.parametrize(
-    "more", ["--dtype=float32", "--dtype=float16", "--optimizer=muon", "--short_sequences=0.25"]
-)
+    "more",
+    ["--dtype=float32", "--dtype=float16", "--optimizer=muon", "--short_sequences=0.25",
+     "--sampled_softmax=32"],
+)  # fmt: skip
 def test_f22_interrupted_and_resumed_equals_uninterrupted_bit_for_bit(run, sums, tmp_path, more):
     more = ["--dropout=0.1", "--gradient_accumulation_steps=2", more]
     train(run, tmp_path / "whole", sums, *more)

@@ -1,0 +1,92 @@
+"""Sampled softmax: a training loss over part of the vocabulary.
+
+At 124M parameters the output layer takes a quarter of a step, mostly for tokens that are neither
+targets nor likely. So a step may compare its targets with each other and with a random sample of
+the rest. Each sampled token counts for those left out, so that the sum of the exponentials, and
+with it the gradient, is right on average (Jean et al. 2015, "On using very large target vocabulary
+for neural machine translation"). Evaluation and sampling use the whole vocabulary.
+"""
+
+import math
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from steady import UserError
+from steady.dataloader import TokenFile
+from steady.loss import LinearCrossEntropy
+
+COUNTED_TOKENS = 2**22  # of train.bin, to estimate how frequent each token is
+EVEN_SHARE = 0.25  # of the frequencies, spread evenly: bounds the weight of rare tokens
+
+
+class VocabularySampler(nn.Module):
+    """Draws the tokens of one micro-batch's softmax: all targets and, by priority sampling, others
+    (Duffield, Lund and Thorup 2007, "Priority sampling for estimation of arbitrary subset sums").
+
+    Args:
+        frequencies: (V,) positive; a token is drawn with a probability of about
+            min(1, frequency / threshold) and then counts as 1 / probability tokens.
+        size: tokens to draw, fewer than V. Should there be more different targets, it ignores some.
+    """
+
+    def __init__(self, frequencies: Tensor, size: int):
+        super().__init__()
+        self.register_buffer("frequencies", frequencies.float(), persistent=False)
+        self.size = size
+
+    def forward(
+        self, weight: Tensor, bias: Tensor | None, targets: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Select rows of an output layer.
+
+        Args:
+            weight: (V, C). bias: (V,). targets: int64; negative ones are ignored.
+
+        Returns `size` rows of the weight, their biases plus the logs of what they count as, and the
+        targets as numbers of these rows.
+        """
+        assert len(weight) == len(self.frequencies), f"the output layer has {len(weight)} rows"
+        known = targets.clamp(min=0)
+        frequencies = self.frequencies.index_fill(0, known.flatten(), math.inf)  # always drawn
+        drawn = (frequencies / torch.rand_like(frequencies)).topk(self.size + 1)
+        ids, threshold = drawn.indices[:-1], drawn.values[-1]
+        counts = (threshold / frequencies[ids]).clamp(min=1.0).nan_to_num(1.0)  # targets: 1
+        biases = counts.log() if bias is None else bias[ids] + counts.log()
+        rows = torch.full_like(self.frequencies, -1, dtype=torch.int64)
+        rows = rows.index_copy(0, ids, torch.arange(self.size, device=ids.device))
+        return weight[ids], biases, torch.where(targets < 0, targets, rows[known])
+
+
+def use_sampled_softmax(model: nn.Module, file: TokenFile, config: dict[str, Any]) -> None:
+    """Let training losses use config["sampled_softmax"] tokens of the vocabulary, if it is larger.
+
+    Raises UserError if the tokens of a micro-batch would not fit, or if the model has no
+    LinearCrossEntropy. One that it has but does not call has no effect.
+    """
+    size, vocab_size = config["sampled_softmax"], config["vocab_size"]
+    if not 0 < size < vocab_size or config["eval_only"]:
+        return
+    n_windows = max(1, min(COUNTED_TOKENS, file.n_tokens) // (file.block_size + 1))
+    starts = np.linspace(0, file.n_tokens - file.block_size - 1, n_windows).astype(np.int64)
+    shares = np.bincount(file.windows(starts).ravel(), minlength=vocab_size) / n_windows
+    shares /= file.block_size + 1
+    tokens = config["batch_size"] * file.block_size
+    different = math.ceil((1.0 - (1.0 - shares) ** tokens).sum())  # if they were independent
+    if size < different:
+        raise UserError(
+            f"sampled_softmax={size} is too small for micro-batches of {tokens:,} tokens, which "
+            f"have up to {different:,} different ones: use {2 * different}, or a smaller batch_size"
+        )
+    layers = [layer for layer in model.modules() if isinstance(layer, LinearCrossEntropy)]
+    if not layers:
+        raise UserError(
+            "sampled_softmax works through model.py's self.cross_entropy, which this model does "
+            "not have: use --sampled_softmax=0"
+        )
+    frequencies = (1.0 - EVEN_SHARE) * shares + EVEN_SHARE / vocab_size
+    for layer in layers:
+        device = next(model.parameters()).device
+        layer.sampler = VocabularySampler(torch.tensor(frequencies, device=device), size)
