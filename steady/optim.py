@@ -501,26 +501,31 @@ def set_schedule(optimizer: torch.optim.Optimizer, step: int, config: dict[str, 
     return lr
 
 
+def loss_layers(model: nn.Module, setting: str) -> list[LinearCrossEntropy]:
+    """The layers through which a setting of the loss works. Raises UserError if there is none. One
+    that the model has but does not call has no effect."""
+    layers = [layer for layer in model.modules() if isinstance(layer, LinearCrossEntropy)]
+    if not layers:
+        raise UserError(
+            f"{setting} works through model.py's self.cross_entropy, which this model does not "
+            f"have: use --{setting}=0"
+        )
+    return layers
+
+
 def set_second_target(model: nn.Module, step: int, config: dict[str, Any]) -> None:
     """Train on the token after next too, as a second target of the same logits. Its weight relative
     to the first target falls from config["second_target"] to 0 over the first half of the
     schedule. (As in modded-nanogpt's record of December 2025; Gloeckle et al. 2024, "Better &
     faster large language models via multi-token prediction", use a head for each token.)
 
-    Call before every step. Raises UserError if the model has no LinearCrossEntropy. One that it has
-    but does not call has no effect.
+    Call before every step.
     """
     if not config.get("second_target") or config.get("eval_only"):
         return
-    layers = [layer for layer in model.modules() if isinstance(layer, LinearCrossEntropy)]
-    if not layers:
-        raise UserError(
-            "second_target works through model.py's self.cross_entropy, which this model does not "
-            "have: use --second_target=0"
-        )
     progress = step / max(1, schedule_end(config))
     weight = config["second_target"] * max(0.0, 1.0 - 2.0 * progress)
-    for layer in layers:
+    for layer in loss_layers(model, "second_target"):
         if not isinstance(layer.share, Tensor):
             layer.share = torch.zeros((), device=next(model.parameters()).device)
         layer.share.fill_(weight / (1.0 + weight))  # in place, as CUDA graphs need

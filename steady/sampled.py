@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from steady import UserError
 from steady.dataloader import TokenFile
-from steady.loss import LinearCrossEntropy
+from steady.optim import loss_layers
 
 COUNTED_TOKENS = 2**22  # of train.bin, to estimate how frequent each token is
 EVEN_SHARE = 0.25  # of the frequencies, spread evenly: bounds the weight of rare tokens
@@ -63,10 +63,9 @@ class VocabularySampler(nn.Module):
 def use_sampled_softmax(model: nn.Module, file: TokenFile, config: dict[str, Any]) -> None:
     """Let training losses use config["sampled_softmax"] tokens of the vocabulary, if it is larger.
 
-    Raises UserError if the tokens of a micro-batch would not fit, or if the model has no
-    LinearCrossEntropy. One that it has but does not call has no effect.
+    Raises UserError if the tokens of a micro-batch would not fit.
     """
-    size, vocab_size = config["sampled_softmax"], config["vocab_size"]
+    size, vocab_size = config.get("sampled_softmax", 0), config["vocab_size"]
     if not 0 < size < vocab_size or config["eval_only"]:
         return
     n_windows = max(1, min(COUNTED_TOKENS, file.n_tokens) // (file.block_size + 1))
@@ -80,13 +79,7 @@ def use_sampled_softmax(model: nn.Module, file: TokenFile, config: dict[str, Any
             f"sampled_softmax={size} is too small for micro-batches of {tokens:,} tokens, which "
             f"have up to {different:,} different ones: use {2 * different}, or a smaller batch_size"
         )
-    layers = [layer for layer in model.modules() if isinstance(layer, LinearCrossEntropy)]
-    if not layers:
-        raise UserError(
-            "sampled_softmax works through model.py's self.cross_entropy, which this model does "
-            "not have: use --sampled_softmax=0"
-        )
     frequencies = (1.0 - EVEN_SHARE) * shares + EVEN_SHARE / vocab_size
-    for layer in layers:
+    for layer in loss_layers(model, "sampled_softmax"):
         device = next(model.parameters()).device
         layer.sampler = VocabularySampler(torch.tensor(frequencies, device=device), size)
