@@ -76,8 +76,8 @@ class GPTConfig:
                 f"use one of {', '.join(map(str, divisors))}"
             )
         if self.head_dim % 2:
-            even = f"n_embd={self.n_head * (self.head_dim + 1)}"
-            raise UserError(f"head_dim={self.head_dim} is odd, but RoPE rotates pairs: try {even}")
+            fits = f"an even head_dim or n_embd={self.n_head * (self.head_dim + 1)}"
+            raise UserError(f"head_dim={self.head_dim} is odd, but RoPE rotates pairs: try {fits}")
 
     @classmethod
     def from_settings(cls, settings: dict[str, Any], vocab_size: int) -> "GPTConfig":

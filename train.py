@@ -143,7 +143,7 @@ elif fp8:
 use_activation_checkpointing(raw_model, activation_checkpointing)
 distributed.shard(raw_model, process)  # fsdp: a shard for each rank; ddp: equal weights
 start.load_weights(raw_model)
-use_sampled_softmax(raw_model, train_file, config)
+saved_flops = use_sampled_softmax(raw_model, train_file, config)  # per token
 
 # -----------------------------------------------------------------------------
 # optimizer; most torch optimizers work: opt = torch.optim.SGD(raw_model.parameters())
@@ -283,7 +283,8 @@ micro_batches = loader.micro_batches(iter_num)
 # -----------------------------------------------------------------------------
 # training loop. At its end `saving` saves the state and ends all processes but rank 0's. It also
 # saves after an error, unless the model is sharded, the loss diverged or opt.step failed
-log.start_clock(iter_num, sequences_per_iter * block_size, raw_model.flops_per_token(), process)
+flops_per_token = raw_model.flops_per_token() - saved_flops
+log.start_clock(iter_num, sequences_per_iter * block_size, flops_per_token, process)
 saving = Saving(ckpt_path, training_state, process, not eval_only, fit.memory_flags, log.line,
                 stop_request)  # fmt: skip
 with saving:  # from here on a signal ends the run after its step; before, at once

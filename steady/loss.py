@@ -78,14 +78,14 @@ class LinearCrossEntropy(nn.Module):
         edited = "forward" in vars(head) or any(getattr(head, name) for name in hooks)
         if type(head).forward is nn.Linear.forward and not edited:
             weight, bias = head.weight, head.bias
-            if self.sampler is not None and torch.is_grad_enabled():
+            if self.sampler is not None and self.training and torch.is_grad_enabled():
                 weight, bias, targets = self.sampler(weight, bias, targets)
             if bias is not None:  # 8 more features, which are 1; each has an eighth of it
                 hidden, weight = F.pad(hidden, (0, 8), value=1.0), F.pad(weight, (0, 8))
                 weight[:, -8:] = bias[:, None] / 8
             return linear_cross_entropy(hidden, weight, targets, share=self.share)
         if isinstance(self.share, Tensor) or self.sampler is not None:
-            raise UserError("second_target and sampled_softmax need an nn.Linear as lm_head: use 0")
+            raise UserError("second_target and sampled_softmax need a plain nn.Linear head: use 0")
         losses = _losses(_log_softmax(head(hidden)), targets.reshape(len(hidden)))
         return losses.sum() / _count(targets)
 

@@ -2,9 +2,9 @@
 
 At 124M parameters the output layer takes a quarter of a step, mostly for tokens that are neither
 targets nor likely. So a step may compare its targets with each other and with a random sample of
-the rest. Each sampled token counts for those left out, so that the sum of the exponentials, and
-with it the gradient, is right on average (Jean et al. 2015, "On using very large target vocabulary
-for neural machine translation"). Evaluation and sampling use the whole vocabulary.
+the rest. Each sampled token counts for those left out, so that the sum of the exponentials is right
+on average, and the gradient nearly so (Jean et al. 2015, "On using very large target vocabulary for
+neural machine translation"). Evaluation and sampling use the whole vocabulary.
 """
 
 import math
@@ -19,6 +19,7 @@ from steady.dataloader import TokenFile
 from steady.optim import loss_layers
 
 COUNTED_TOKENS = 2**22  # of train.bin, to estimate how frequent each token is
+COUNTED_BATCHES = 256  # to see how many different tokens a micro-batch has
 EVEN_SHARE = 0.25  # of the frequencies, spread evenly: bounds the weight of rare tokens
 
 
@@ -29,7 +30,7 @@ class VocabularySampler(nn.Module):
     Args:
         frequencies: (V,) positive; a token is drawn with a probability of about
             min(1, frequency / threshold) and then counts as 1 / probability tokens.
-        size: tokens to draw, fewer than V. Should there be more different targets, it ignores some.
+        size: tokens to draw, fewer than V. If there are more different targets, some are ignored.
     """
 
     def __init__(self, frequencies: Tensor, size: int):
@@ -39,47 +40,51 @@ class VocabularySampler(nn.Module):
 
     def forward(
         self, weight: Tensor, bias: Tensor | None, targets: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor | None, Tensor]:
         """Select rows of an output layer.
 
         Args:
             weight: (V, C). bias: (V,). targets: int64; negative ones are ignored.
 
         Returns `size` rows of the weight, their biases plus the logs of what they count as, and the
-        targets as numbers of these rows.
+        targets as numbers of these rows. A layer for another vocabulary stays as it is.
         """
-        assert len(weight) == len(self.frequencies), f"the output layer has {len(weight)} rows"
-        known = targets.clamp(min=0)
-        frequencies = self.frequencies.index_fill(0, known.flatten(), math.inf)  # always drawn
+        if len(weight) != len(self.frequencies):
+            return weight, bias, targets
+        known = targets.clamp(min=0).long()
+        frequencies = self.frequencies.float().index_fill(0, known.flatten(), math.inf)
         drawn = (frequencies / torch.rand_like(frequencies)).topk(self.size + 1)
         ids, threshold = drawn.indices[:-1], drawn.values[-1]
-        counts = (threshold / frequencies[ids]).clamp(min=1.0).nan_to_num(1.0)  # targets: 1
+        counts = (threshold / frequencies[ids]).nan_to_num(1.0, posinf=1.0).clamp(min=1.0)
         biases = counts.log() if bias is None else bias[ids] + counts.log()
-        rows = torch.full_like(self.frequencies, -1, dtype=torch.int64)
+        rows = torch.full_like(frequencies, -1, dtype=torch.int64)
         rows = rows.index_copy(0, ids, torch.arange(self.size, device=ids.device))
         return weight[ids], biases, torch.where(targets < 0, targets, rows[known])
 
 
-def use_sampled_softmax(model: nn.Module, file: TokenFile, config: dict[str, Any]) -> None:
+def use_sampled_softmax(model: nn.Module, file: TokenFile, config: dict[str, Any]) -> int:
     """Let training losses use config["sampled_softmax"] tokens of the vocabulary, if it is larger.
 
-    Raises UserError if the tokens of a micro-batch would not fit.
+    Returns how many FLOPs per token that saves. Raises UserError if less than half of the tokens
+    would be drawn besides the targets of a micro-batch: the weights of a few would be large.
     """
     size, vocab_size = config.get("sampled_softmax", 0), config["vocab_size"]
     if not 0 < size < vocab_size or config["eval_only"]:
-        return
+        return 0
     n_windows = max(1, min(COUNTED_TOKENS, file.n_tokens) // (file.block_size + 1))
     starts = np.linspace(0, file.n_tokens - file.block_size - 1, n_windows).astype(np.int64)
-    shares = np.bincount(file.windows(starts).ravel(), minlength=vocab_size) / n_windows
-    shares /= file.block_size + 1
-    tokens = config["batch_size"] * file.block_size
-    different = math.ceil((1.0 - (1.0 - shares) ** tokens).sum())  # if they were independent
-    if size < different:
+    windows = file.windows(starts)
+    n_batches = max(1, n_windows // config["batch_size"])
+    batches = [windows[i::n_batches] for i in range(min(n_batches, COUNTED_BATCHES))]
+    different = max(len(np.unique(batch)) for batch in batches)
+    if size < 2 * different:
         raise UserError(
-            f"sampled_softmax={size} is too small for micro-batches of {tokens:,} tokens, which "
-            f"have up to {different:,} different ones: use {2 * different}, or a smaller batch_size"
+            f"sampled_softmax={size} is too small for micro-batches with up to {different:,} "
+            f"different tokens: use {2 * different if 2 * different < vocab_size else 0} (or more)"
         )
+    shares = np.bincount(windows.ravel(), minlength=vocab_size) / windows.size
     frequencies = (1.0 - EVEN_SHARE) * shares + EVEN_SHARE / vocab_size
     for layer in loss_layers(model, "sampled_softmax"):
         device = next(model.parameters()).device
         layer.sampler = VocabularySampler(torch.tensor(frequencies, device=device), size)
+    return 6 * config["n_embd"] * (vocab_size - size)
