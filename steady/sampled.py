@@ -68,8 +68,8 @@ def use_sampled_softmax(model: nn.Module, file: TokenFile, config: dict[str, Any
     Returns how many FLOPs per token that saves. Raises UserError if less than half of the tokens
     would be drawn besides the targets of a micro-batch: the weights of a few would be large.
     """
-    size, vocab_size = config.get("sampled_softmax", 0), config["vocab_size"]
-    if not 0 < size < vocab_size or config["eval_only"]:
+    size, vocab_size = config.get("sampled_softmax", 0), config.get("vocab_size", 0)
+    if not 0 < size < vocab_size or config.get("eval_only"):
         return 0
     n_windows = max(1, min(COUNTED_TOKENS, file.n_tokens) // (file.block_size + 1))
     starts = np.linspace(0, file.n_tokens - file.block_size - 1, n_windows).astype(np.int64)
