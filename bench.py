@@ -46,9 +46,9 @@ with tempfile.TemporaryDirectory() as folder:
     data_dir = dataset_folder(config["dataset"])
     meta = read_meta(data_dir) if (data_dir / "train.bin").exists() else {}
     vocab_size = config["vocab_size"] or meta.get("vocab_size", 50304)
-    # as in texts, token n is about n times rarer (Zipf's law), and some words come several times
-    tokens = vocab_size ** np.random.default_rng(0).random(2**21 + config["block_size"]) - 1
-    tokens = np.repeat(tokens, 3)
+    # sampled_softmax needs room for tokens that are no targets
+    different = min(vocab_size, config.get("sampled_softmax", 0) // 2 or vocab_size)
+    tokens = np.random.default_rng(0).integers(0, different, 2**22 + config["block_size"])
     dtype = "uint16" if vocab_size <= 2**16 else "uint32"
     for split in ("train", "val"):
         tokens.astype(dtype).tofile(Path(folder, f"{split}.bin"))

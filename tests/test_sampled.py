@@ -68,11 +68,11 @@ def test_gradients_are_those_of_the_whole_vocabulary_on_average(bias):
 
     exact = gradients()
     layer.sampler = VocabularySampler(torch.ones(V), 120)
-    draws = [gradients() for _ in range(2000)]
+    draws = [gradients() for _ in range(700)]
     for whole, *sampled in zip(exact, *draws, strict=True):
         mean = torch.stack(sampled).mean(dim=0)
         single = ((sampled[0] - whole).norm() / whole.norm()).item()
-        assert ((mean - whole).norm() / whole.norm()).item() < 0.03 < single
+        assert ((mean - whole).norm() / whole.norm()).item() < 0.05 < single
 
 
 def test_evaluations_use_the_whole_vocabulary():
@@ -154,10 +154,10 @@ def test_frequencies_are_counted_and_rare_tokens_keep_an_even_share(text):
 
 def test_a_run_learns_as_with_the_whole_vocabulary(run, sums, tmp_path):
     found = {}
-    for size in (0, 26, 32):
-        run("train.py", f"--dataset={sums}", f"--out_dir={tmp_path / str(size)}", "--n_layer=2",
-            "--n_head=2", "--n_embd=32", "--block_size=16", "--batch_size=16", "--max_iters=60",
-            "--gradient_accumulation_steps=1", "--eval_interval=60", "--eval_iters=8",
+    for size in (0, 26):
+        run("train.py", f"--dataset={sums}", f"--out_dir={tmp_path / str(size)}", "--n_layer=1",
+            "--n_head=2", "--n_embd=32", "--block_size=16", "--batch_size=16", "--max_iters=40",
+            "--gradient_accumulation_steps=1", "--eval_interval=40", "--eval_iters=4",
             "--learning_rate=1e-2", "--warmup_iters=5", "--compile=False", "--device=cpu",
             f"--sampled_softmax={size}")  # fmt: skip
         metrics = read_metrics(tmp_path / str(size) / "metrics.jsonl")
@@ -165,4 +165,3 @@ def test_a_run_learns_as_with_the_whole_vocabulary(run, sums, tmp_path):
         first = metrics[1]["loss"]
         assert first == pytest.approx(math.log(64), abs=0.2)  # not log(26): tokens count for others
     assert found[26] == pytest.approx(found[0], abs=0.1) and found[26] != found[0]
-    assert found[32] == pytest.approx(found[0], abs=0.1)
