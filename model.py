@@ -75,9 +75,9 @@ class GPTConfig:
                 f"n_head={self.n_head} is not divisible by n_kv_head={self.n_kv_head}: "
                 f"use one of {', '.join(map(str, divisors))}"
             )
-        if self.head_dim % 2:
-            fits = f"an even head_dim or n_embd={self.n_head * (self.head_dim + 1)}"
-            raise UserError(f"head_dim={self.head_dim} is odd, but RoPE rotates pairs: try {fits}")
+        if self.head_dim % 2:  # RoPE rotates pairs
+            head_dim, n_embd = self.head_dim, self.n_head * (self.head_dim + 1)
+            raise UserError(f"{head_dim=} (by default n_embd / n_head) is odd: try {n_embd=}")
 
     @classmethod
     def from_settings(cls, settings: dict[str, Any], vocab_size: int) -> "GPTConfig":

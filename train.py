@@ -33,7 +33,7 @@ from steady.memory import undone
 from steady.optim import AveragedWeights, own_gradients, schedule_end, set_second_target
 from steady.recompute import use_activation_checkpointing
 from steady.runlog import RunLog
-from steady.sampled import use_sampled_softmax
+from steady.sampled import saved_flops, use_sampled_softmax
 from steady.stop import Saving, StopRequest, stop_message
 
 # output and evaluation
@@ -143,7 +143,7 @@ elif fp8:
 use_activation_checkpointing(raw_model, activation_checkpointing)
 distributed.shard(raw_model, process)  # fsdp: a shard for each rank; ddp: equal weights
 start.load_weights(raw_model)
-saved_flops = use_sampled_softmax(raw_model, train_file, config)  # per token
+use_sampled_softmax(raw_model, train_file, config)
 
 # -----------------------------------------------------------------------------
 # optimizer; most torch optimizers work: opt = torch.optim.SGD(raw_model.parameters())
@@ -283,7 +283,7 @@ micro_batches = loader.micro_batches(iter_num)
 # -----------------------------------------------------------------------------
 # training loop. At its end `saving` saves the state and ends all processes but rank 0's. It also
 # saves after an error, unless the model is sharded, the loss diverged or opt.step failed
-flops_per_token = raw_model.flops_per_token() - saved_flops
+flops_per_token = raw_model.flops_per_token() - saved_flops(config)
 log.start_clock(iter_num, sequences_per_iter * block_size, flops_per_token, process)
 saving = Saving(ckpt_path, training_state, process, not eval_only, fit.memory_flags, log.line,
                 stop_request)  # fmt: skip

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from steady.dataloader import DataLoader, DataSet, eval_batches, eval_starts
+from steady.dataloader import DataLoader, DataSet, eval_batches, even_starts
 from steady.distributed import Process
 
 STEP = {
@@ -101,7 +101,7 @@ def prepare_nanogpt(data: DataSet, seed: int, options: dict[str, str], out_dir: 
     train, val = data.open(block_size, data.padded_vocab_size)
     accumulation = int(options["gradient_accumulation_steps"])
     loader = DataLoader(train, batch_size, accumulation, seed)
-    evaluated = torch.from_numpy(eval_starts(val, windows * batch_size)).view(windows, batch_size)
+    evaluated = torch.from_numpy(even_starts(val, windows * batch_size)).view(windows, batch_size)
     real, drawn, of_evaluation = torch.randint, itertools.count(), itertools.cycle(evaluated)
 
     def randint(*size: Any, **how: Any) -> torch.Tensor:

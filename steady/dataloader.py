@@ -313,7 +313,7 @@ def eval_batches(
     exchange weights in each. Compiled code needs full batches, so missing windows are filled with
     ones whose targets do not count (all -1).
     """
-    starts = eval_starts(file, n_sequences)
+    starts = even_starts(file, n_sequences)
     for first in range(0, n_sequences, process.world_size * batch_size):
         mine = starts[first + process.rank * batch_size :][:batch_size]
         windows = file.windows(np.resize(mine if len(mine) else starts, batch_size))
@@ -324,8 +324,8 @@ def eval_batches(
         yield *batch, len(mine) / n_sequences
 
 
-def eval_starts(file: TokenFile, n_sequences: int) -> np.ndarray:
-    """Token offsets of the windows that `eval_batches` reads."""
+def even_starts(file: TokenFile, n_sequences: int) -> np.ndarray:
+    """Token offsets of windows that are spread evenly over the file."""
     return np.linspace(0, file.n_tokens - file.block_size - 1, n_sequences).astype(np.int64)
 
 

@@ -1,4 +1,4 @@
-"""Whether Triton kernels run here (it needs a C compiler). Plain torch is slower and larger."""
+"""Whether Triton kernels run; Triton needs a C compiler. Plain torch takes more time and memory."""
 
 import functools
 

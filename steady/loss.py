@@ -85,7 +85,8 @@ class LinearCrossEntropy(nn.Module):
                 weight[:, -8:] = bias[:, None] / 8
             return linear_cross_entropy(hidden, weight, targets, share=self.share)
         if isinstance(self.share, Tensor) or self.sampler is not None:
-            raise UserError("second_target and sampled_softmax need a plain nn.Linear head: use 0")
+            name = "second_target" if self.sampler is None else "sampled_softmax"
+            raise UserError(f"{name} needs a plain nn.Linear as lm_head: use 0 for another")
         losses = _losses(_log_softmax(head(hidden)), targets.reshape(len(hidden)))
         return losses.sum() / _count(targets)
 

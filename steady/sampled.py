@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from steady import UserError
-from steady.dataloader import TokenFile
+from steady.dataloader import TokenFile, even_starts
 from steady.optim import loss_layers
 
 COUNTED_TOKENS = 2**22  # of train.bin, to estimate how frequent each token is
@@ -46,7 +46,7 @@ class VocabularySampler(nn.Module):
         Args:
             weight: (V, C). bias: (V,). targets: int64; negative ones are ignored.
 
-        Returns `size` rows of the weight, their biases plus the logs of what they count as, and the
+        Returns `size` rows of the weight, their biases plus the logs of their counts, and the
         targets as numbers of these rows. A layer for another vocabulary stays as it is.
         """
         if len(weight) != len(self.frequencies):
@@ -62,29 +62,38 @@ class VocabularySampler(nn.Module):
         return weight[ids], biases, torch.where(targets < 0, targets, rows[known])
 
 
-def use_sampled_softmax(model: nn.Module, file: TokenFile, config: dict[str, Any]) -> int:
-    """Let training losses use config["sampled_softmax"] tokens of the vocabulary, if it is larger.
-
-    Returns how many FLOPs per token that saves. Raises UserError if less than half of the tokens
-    would be drawn besides the targets of a micro-batch: the weights of a few would be large.
-    """
+def saved_flops(config: dict[str, Any]) -> int:
+    """FLOPs per token that config["sampled_softmax"] saves: 0 if it is off, or if the vocabulary is
+    not larger."""
     size, vocab_size = config.get("sampled_softmax", 0), config.get("vocab_size", 0)
     if not 0 < size < vocab_size or config.get("eval_only"):
         return 0
+    return 6 * config["n_embd"] * (vocab_size - size)
+
+
+def use_sampled_softmax(model: nn.Module, file: TokenFile, config: dict[str, Any]) -> None:
+    """Let training losses use config["sampled_softmax"] tokens of the vocabulary, if it is larger.
+
+    Raises UserError if less than half of the tokens would be drawn besides the targets of a
+    micro-batch: the weights of a few would be large.
+    """
+    if not saved_flops(config):
+        return
+    size, vocab_size = config["sampled_softmax"], config["vocab_size"]
     n_windows = max(1, min(COUNTED_TOKENS, file.n_tokens) // (file.block_size + 1))
-    starts = np.linspace(0, file.n_tokens - file.block_size - 1, n_windows).astype(np.int64)
-    windows = file.windows(starts)
+    windows = file.windows(even_starts(file, n_windows))
     n_batches = max(1, n_windows // config["batch_size"])
     batches = [windows[i::n_batches] for i in range(min(n_batches, COUNTED_BATCHES))]
     different = max(len(np.unique(batch)) for batch in batches)
     if size < 2 * different:
+        enough = f"{2 * different} or more" if 2 * different < vocab_size else "0 (all tokens)"
         raise UserError(
             f"sampled_softmax={size} is too small for micro-batches with up to {different:,} "
-            f"different tokens: use {2 * different if 2 * different < vocab_size else 0} (or more)"
+            f"different tokens: use {enough}"
         )
     shares = np.bincount(windows.ravel(), minlength=vocab_size) / windows.size
-    frequencies = (1.0 - EVEN_SHARE) * shares + EVEN_SHARE / vocab_size
+    shares = (1.0 - EVEN_SHARE) * shares + EVEN_SHARE / vocab_size
+    device = next(model.parameters()).device
+    frequencies = torch.tensor(shares.astype(np.float32), device=device)
     for layer in loss_layers(model, "sampled_softmax"):
-        device = next(model.parameters()).device
-        layer.sampler = VocabularySampler(torch.tensor(frequencies, device=device), size)
-    return 6 * config["n_embd"] * (vocab_size - size)
+        layer.sampler = VocabularySampler(frequencies, size)

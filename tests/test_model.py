@@ -254,7 +254,7 @@ def test_the_loss_is_that_of_any_head(edit):
     with pytest.raises(RuntimeError, match="invalid for input of size"):
         model(tokens, targets[:, :4])
     model.cross_entropy.share = torch.full((), 0.1)
-    with pytest.raises(ValueError, match="sampled_softmax need a plain nn.Linear head"):
+    with pytest.raises(ValueError, match="second_target needs a plain nn.Linear as lm_head"):
         model(tokens, targets)
 
 
@@ -302,7 +302,7 @@ def test_124m_is_124m():
     [
         ({"n_embd": 30}, "n_embd=30 is not divisible by n_head=4: use n_embd=32"),
         ({"n_kv_head": 3}, "n_head=4 is not divisible by n_kv_head=3: use one of 1, 2, 4"),
-        ({"n_embd": 36}, "head_dim=9 is odd.* try an even head_dim or n_embd=40"),
+        ({"n_embd": 36}, "head_dim=9 .by default n_embd / n_head. is odd.* try n_embd=40"),
         ({"n_layer": 0}, "n_layer=0 must be at least 1"),
         ({"dropout": 1.0}, "dropout=1.0 must be"),
     ],

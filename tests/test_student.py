@@ -617,7 +617,7 @@ def test_two_processes_train_edits_as_one_does(sums, tmp_path):
         variables = os.environ | {k: str(v) for k, v in place.items()} | {"MASTER_PORT": str(port)}
         running.append(forked.start([], variables, tmp_path / f"{rank}.txt",
                                     LOOPED.format(jobs=own)))  # fmt: skip
-    ends = [process.wait(300) for process in running]
+    ends = [process.wait(100) for process in running]
     for process in running:  # one that has failed leaves the others waiting
         process.kill()
     assert ends == [0, 0, 0], [(tmp_path / f"{n}.txt").read_text()[-2000:] for n in range(3)]
