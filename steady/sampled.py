@@ -19,7 +19,6 @@ from steady.dataloader import TokenFile, even_starts
 from steady.optim import loss_layers
 
 COUNTED_TOKENS = 2**22  # of train.bin, to estimate how frequent each token is
-COUNTED_BATCHES = 256  # to see how many different tokens a micro-batch has
 EVEN_SHARE = 0.25  # of the frequencies, spread evenly: bounds the weight of rare tokens
 
 
@@ -83,8 +82,7 @@ def use_sampled_softmax(model: nn.Module, file: TokenFile, config: dict[str, Any
     n_windows = max(1, min(COUNTED_TOKENS, file.n_tokens) // (file.block_size + 1))
     windows = file.windows(even_starts(file, n_windows))
     n_batches = max(1, n_windows // config["batch_size"])
-    batches = [windows[i::n_batches] for i in range(min(n_batches, COUNTED_BATCHES))]
-    different = max(len(np.unique(batch)) for batch in batches)
+    different = max(len(np.unique(windows[i::n_batches])) for i in range(n_batches))
     if size < 2 * different:
         enough = f"{2 * different} or more" if 2 * different < vocab_size else "0 (all tokens)"
         raise UserError(

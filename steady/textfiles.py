@@ -260,7 +260,7 @@ def parquet_rows(path: Path, file: BinaryIO, column: str) -> Iterator[Row]:
     table = pyarrow.parquet.ParquetFile(file, page_checksum_verification=True)
     require_column(path, column, table.schema_arrow.names)
     batches = table.iter_batches(batch_size=1000, columns=[column])
-    for row, value in enumerate((value for batch in batches for value in batch.column(0)), 1):
+    for row, value in enumerate((value for batch in batches for value in batch.column(column)), 1):
         try:
             text, problem = checked(value.as_py(), column)
         except UnicodeDecodeError as error:  # in one row

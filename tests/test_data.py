@@ -363,12 +363,14 @@ def test_links_are_not_followed_round_and_round_and_no_file_is_read_twice(run, t
     (notes / ".hidden.md").write_text("a draft\n" * 20)
     (notes / "sub" / "up").symlink_to("..")
     (notes / "loop").symlink_to(".")
+    os.link(notes / "a.md", notes / "sub" / "c.md")
     inputs = [f"{notes}/**/*.md", f"{notes}/a.md", f"{notes}/**.md"]
     run("data/text/prepare.py", f"--input={','.join(inputs)}", "--tokenizer=byte",
         f"--out={tmp_path / 'out'}")  # fmt: skip
     text = "".join(ByteTokenizer().decode(read(tmp_path / "out", s)) for s in ("train", "val"))
     assert text.count("some text") == text.count("more text") == 20 and "draft" not in text
-    assert textfiles.files_matching(f"{notes}/**") == [notes / "a.md", notes / "sub" / "b.md"]
+    names = [notes / "a.md", notes / "sub" / "b.md", notes / "sub" / "c.md"]
+    assert textfiles.files_matching(f"{notes}/**") == names
     assert textfiles.files_matching(f"{notes}/.hidden.md") == [notes / ".hidden.md"]
     assert textfiles.files_matching(f"{notes}/.h*") == [notes / ".hidden.md"]
 

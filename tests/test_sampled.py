@@ -160,6 +160,18 @@ def test_frequencies_are_counted_and_rare_tokens_keep_an_even_share(text):
         use_sampled_softmax(nn.Linear(2, 2), text, config)
 
 
+@pytest.mark.parametrize("place", [0, 2**13, 2**14 - 150])
+def test_a_region_with_many_different_tokens_counts(tmp_path, place):
+    """Such as a word list: otherwise targets that do not fit would be ignored."""
+    ids = np.arange(2**14, dtype="uint16") % 7
+    ids[place : place + 150] = np.arange(150)
+    ids.tofile(tmp_path / "train.bin")
+    model = GPT(GPTConfig(block_size=16, vocab_size=V, n_layer=1, n_head=1, n_embd=8))
+    config = {"sampled_softmax": 33, "vocab_size": V, "batch_size": 1, "n_embd": 8}
+    with pytest.raises(UserError, match="up to 17 different tokens: use 34 or more"):
+        use_sampled_softmax(model, TokenFile(tmp_path / "train.bin", 16, V), config)
+
+
 def test_a_run_learns_as_with_the_whole_vocabulary(run, sums, tmp_path):
     found = {}
     for size in (0, 26):

@@ -400,9 +400,11 @@ def test_f63_a_bad_row_of_parquet_is_no_bad_file(run, tmp_path):
 
     values = [b"first"] * 20 + [b"\xff\xfe"] + [b"last"] * 20
     table = pyarrow.table({"text": pyarrow.array(values, pyarrow.binary())})
-    table = table.set_column(0, "text", table["text"].combine_chunks().view(pyarrow.string()))
+    table = table.set_column(0, "a.b", table["text"].combine_chunks().view(pyarrow.string()))
+    table = table.add_column(0, "a", pyarrow.array([{"b": "of a struct"}] * 41))
     pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
-    arguments = f"--input={tmp_path / 'a.parquet'}", "--tokenizer=byte", f"--out={tmp_path / 'o'}"
+    arguments = (f"--input={tmp_path / 'a.parquet'}", "--column=a.b", "--tokenizer=byte",
+                 f"--out={tmp_path / 'o'}")  # fmt: skip
     with pytest.raises(ValueError, match=r"a.parquet, row 21: not UTF-8"):
         run("data/text/prepare.py", *arguments)
     run("data/text/prepare.py", *arguments, "--skip_bad_rows=True")

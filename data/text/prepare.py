@@ -11,7 +11,7 @@ held out. Files ending in .gz or .zst are unpacked. Each document ends with the 
 end-of-text token (byte: 256; char: the last id, or none for a single text file). Empty documents
 are left out. Line endings, including CR LF, are kept (but some tokenizers normalise them). Files of
 any size need little memory, except for JSON lists. `**` in a glob does not follow links to folders,
-and each file is read only once.
+and each file is read only once, under whatever names and links.
 """
 
 import glob
@@ -45,7 +45,7 @@ if not input:
     raise UserError("no input: pass --input=FILE, or a glob such as --input='notes/**/*.md'")
 folder = Path(out or Path(__file__).parent)
 written = {Path(os.path.realpath(folder / name)) for name in FILES}
-paths: dict[Path, Path] = {}  # resolved path: path as given
+paths: dict[object, Path] = {}  # resolved path, or inode if a file has several names: path as given
 whole = os.path.isfile(os.path.expanduser(input))  # a name with a comma
 for name in [glob.escape(input)] if whole else input.split(","):
     pattern = os.path.expanduser(name if whole else name.strip())
@@ -60,7 +60,9 @@ for name in [glob.escape(input)] if whole else input.split(","):
         hint = f": name its files, such as --input={files}"
         raise UserError(f"no file matches --input={pattern}" + hint * Path(pattern).is_dir())
     for place, path in found:
-        paths.setdefault(place, path)
+        status = os.stat(place) if os.path.exists(place) else None
+        linked = status is not None and status.st_nlink > 1
+        paths.setdefault((status.st_dev, status.st_ino) if linked else place, path)
 files = list(paths.values())
 prepare_from_files(folder, tokenizer, files, column, val_fraction, num_proc, skip_bad_rows,
                    special_tokens)  # fmt: skip
