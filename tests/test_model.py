@@ -356,7 +356,7 @@ def test_f07_a_samples_cache_is_freed_when_it_is_drawn(monkeypatch):
     gc.disable()
     try:
         generate(model, tokens_for(model, length=3), 5)
-        assert len(caches) == 2 * 3 and not any(cache() is not None for cache in caches)
+        assert len(caches) == 3 * 3 and not any(cache() is not None for cache in caches)
     finally:
         gc.enable()
 
@@ -451,6 +451,21 @@ def test_f89_a_mask_that_depends_on_separators_samples_without_a_cache(monkeypat
         assert not generation.cache_is_exact(model, 500, 64)
     model.separator = -1
     assert generation.cache_is_exact(model, 500, 64)
+
+
+@torch.no_grad()
+def test_f89_an_edit_that_changes_some_positions_samples_without_a_cache():
+    """Such as mixture of depths, which routes half of a sequence's tokens through a block."""
+
+    class Chosen(GPT):
+        def forward(self, tokens, targets=None, cache=None):
+            T = tokens.shape[1]
+            chosen = tokens.topk(T // 2, dim=1).indices == T - 1  # never with a single token
+            return super().forward(tokens, targets, cache) * (1 + chosen.any(1)[:, None, None])
+
+    model = Chosen(tiny().config).eval()
+    for length in (4, 5, 6, 7, 8):  # the last token of the longest probe is chosen in some
+        assert not generation.cache_is_exact(model, 13, length)
 
 
 @torch.no_grad()
