@@ -515,8 +515,11 @@ def tensors_in(content: Any) -> list[Tensor]:
 
 def check_weights(weights: dict[str, Tensor], expected: dict[str, Tensor], complaint: str) -> None:
     """Raises UserError if `weights` do not match the state dict `expected`. The message begins with
-    `complaint` and lists the tensors that differ."""
-    differing = sorted(map(str, weights.keys() ^ expected.keys())) or [
+    `complaint` and lists the tensors that differ, in load_state_dict's words."""
+    differing = sorted(
+        f"{name} ({'missing' if name in expected else 'unexpected'})"
+        for name in weights.keys() ^ expected.keys()
+    ) or [
         f"{name} ({' is not '.join(map(kind_of, (tensor, expected[name])))})"
         for name, tensor in weights.items()
         if kind_of(tensor) != kind_of(expected[name])

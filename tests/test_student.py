@@ -830,22 +830,47 @@ def test_only_what_transformers_computes_is_exported(student, sums, tmp_path, na
     assert not (tmp_path / "exported").exists()
 
 
-def test_a_run_is_finetuned_with_parameters_that_it_lacks(student, sums, tmp_path):
+SCALE = (
+    in_block("self.scale = nn.Parameter(torch.full((1,), 0.5))"),
+    (MLP_RESIDUAL, MLP_RESIDUAL.replace("self.dropout", "self.scale * self.dropout")),
+)
+LORA = (
+    ("class Attention(nn.Module):", '''class LoRALinear(nn.Linear):
+    def __init__(self, n_in, n_out):
+        super().__init__(n_in, n_out, bias=False)
+        self.weight.requires_grad_(False)
+        self.scale = nn.Parameter(torch.full((1,), 0.5))
+        self.A = nn.Parameter(torch.randn(4, n_in))
+        self.B = nn.Parameter(torch.zeros(n_out, 4))
+
+    def forward(self, x):
+        return super().forward(x) + self.scale * F.linear(F.linear(x, self.A), self.B)
+
+
+class Attention(nn.Module):'''),
+    ("q_proj = nn.Linear(config.n_embd, self.n_head * self.head_dim, bias=False)",
+     "q_proj = LoRALinear(config.n_embd, self.n_head * self.head_dim)"),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("edit", "prefix"),
+    [(SCALE, "blocks.0."), (LORA, "blocks.0.attention.q_proj.")],
+    ids=["scale", "lora"],
+)
+def test_a_run_is_finetuned_with_parameters_that_it_lacks(student, sums, tmp_path, edit, prefix):
     base = [*SETTINGS, f"--dataset={sums}"]
     student(edited(Edit(), tmp_path / "plain"), "train.py", *base, f"--out_dir={tmp_path / 'a'}")
-    scale = (
-        in_block("self.scale = nn.Parameter(torch.full((1,), 0.5))"),
-        (MLP_RESIDUAL, MLP_RESIDUAL.replace("self.dropout", "self.scale * self.dropout")),
-    )
     load = "start.load_weights(raw_model)"
-    loose = Edit(scale, ((load, "start.load_weights(raw_model, strict=False)"),))
+    loose = Edit(edit, ((load, "start.load_weights(raw_model, strict=False)"),))
     tune = [*base, f"--init_from={tmp_path / 'a'}", f"--out_dir={tmp_path / 'b'}"]
-    with pytest.raises(ValueError, match="does not fit model.py and its model_config in blocks.0"):
-        student(edited(Edit(scale), tmp_path / "strict"), "train.py", *tune)
+    complaint = rf"does not fit model.py and its model_config in .*{prefix}scale \(missing\)"
+    with pytest.raises(ValueError, match=complaint):
+        student(edited(Edit(edit), tmp_path / "strict"), "train.py", *tune)
     copy = edited(loose, tmp_path / "loose")
     student(copy, "train.py", *tune, "--learning_rate=0", "--min_lr=0", "--max_iters=1")
     saved = [checkpoint.load(tmp_path / name / "ckpt.pt")["model"] for name in "ab"]
-    assert saved[1]["blocks.0.scale"].item() == 0.5
+    assert saved[1][f"{prefix}scale"].item() == 0.5
     assert all(torch.equal(saved[1][name], tensor) for name, tensor in saved[0].items())
     assert "finished" in student(copy, "train.py", *tune[:-2], tune[-1], "--init_from=resume")
 
