@@ -278,7 +278,10 @@ def load_state(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
         raise UserError(f"it was trained with optimizer={was}, not {now}: continue with {was}")
     if not isinstance(optimizer, AdamW):
         optimizer.load_state_dict({key: value for key, value in saved.items() if key != "kind"})
+        for group in optimizer.param_groups:  # of an older checkpoint
+            group.setdefault("peak_lr", None)
         return
+    note_own_rates(optimizer)
     states, groups = saved.get("state", {}), saved.get("param_groups", [])
     well_formed = isinstance(states, dict) and isinstance(groups, list)
     if not well_formed or not all(isinstance(group, dict) for group in groups):
@@ -299,7 +302,7 @@ def load_state(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
             own = local_shards([tensor])[0].copy_(local_rows(states[i][name], tensor))
             if name in ("step", "exp_avg_sq") and own.numel() and not own.min() >= 0:
                 raise UserError(f"optimizer state {name} of parameter {i} is negative or NaN")
-    own = {*optimizer.defaults, "params", "muon", "lr_scale"} - {"lr"}  # from this run's code
+    own = {*optimizer.defaults, "params", "muon", "peak_lr"} - {"lr"}  # from this run's code
     for group, old in zip(optimizer.param_groups, groups, strict=False):
         group |= {name: value for name, value in old.items() if name not in own}  # a scheduler's
     expected = sum(parameter in optimizer.state for _, parameter in members(optimizer))
@@ -491,14 +494,27 @@ def decay_start(config: dict[str, Any]) -> int | None:
 
 def set_schedule(optimizer: torch.optim.Optimizer, step: int, config: dict[str, Any]) -> float:
     """Set the learning rate and Muon's momentum for step `step`; returns the learning rate. A group
-    with an entry "lr_scale" gets that many times the rate."""
-    lr = learning_rate_at(step, config)
+    with a rate of its own has this as its peak. If one of torch's schedulers is attached, rates
+    stay as it sets them."""
+    lr, peak = learning_rate_at(step, config), config["learning_rate"]
+    note_own_rates(optimizer)
     first, last, steps = MUON_MOMENTUM
+    scheduled = hasattr(optimizer.step, "_wrapped_by_lr_sched")
     for group in optimizer.param_groups:
-        group["lr"] = lr * group.get("lr_scale", 1.0)
+        own = group["peak_lr"]
+        if not scheduled:
+            group["lr"] = lr if own is None or not peak else lr * own / peak
         if group.get("muon"):
             group["momentum"] = first + (last - first) * min(1.0, step / steps)
-    return lr
+    return optimizer.param_groups[0]["lr"] if scheduled else lr
+
+
+def note_own_rates(optimizer: torch.optim.Optimizer) -> None:
+    """Note the rates of groups that have their own, before a schedule or a resume changes them."""
+    default = getattr(optimizer, "defaults", {}).get("lr")
+    for group in optimizer.param_groups:
+        own = group.get("lr")
+        group.setdefault("peak_lr", None if default is None or own == default else own)
 
 
 def loss_layers(model: nn.Module, setting: str) -> list[LinearCrossEntropy]:

@@ -170,20 +170,61 @@ def test_resuming_keeps_the_moments_and_takes_todays_settings():
 
 def test_resuming_restores_what_a_scheduler_has_changed():
     old, new = adamw(nn.Linear(2, 2)), adamw(nn.Linear(2, 2))
-    old.param_groups[0] |= {"lr": 0.25, "initial_lr": 0.5, "my_scale": 0.9, "lr_scale": 3.0}
+    old.param_groups[0] |= {"lr": 0.25, "initial_lr": 0.5, "my_scale": 0.9, "peak_lr": 3.0}
     load_state(new, old.state_dict())
     group = new.param_groups[0]
     assert (group["lr"], group["initial_lr"], group["my_scale"]) == (0.25, 0.5, 0.9)
-    assert "lr_scale" not in group  # from the code, as it is now
+    assert group["peak_lr"] is None  # from the code, as it is now
 
 
-def test_a_group_can_have_its_own_share_of_the_rate():
-    optimizer = adamw(nn.Linear(2, 2))
-    optimizer.param_groups[1]["lr_scale"] = 0.1
-    config = {"learning_rate": 0.5, "min_lr": 0.0, "warmup_iters": 0, "decay_lr": False,
-              "lr_decay_iters": 0, "max_iters": 9}  # fmt: skip
-    assert optim.set_schedule(optimizer, 3, config) == 0.5
-    assert [group["lr"] for group in optimizer.param_groups] == [0.5, pytest.approx(0.05)]
+SCHEDULE = {"learning_rate": 0.5, "min_lr": 0.0, "warmup_iters": 0, "decay_lr": True,
+            "lr_decay_iters": 0, "max_iters": 10}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, optim.AdamW])
+def test_a_group_with_its_own_rate_keeps_it_as_its_peak(kind):
+    """Such as rates that differ from layer to layer."""
+
+    def build(factor):
+        groups = [{"params": nn.Linear(2, 2).parameters(), "lr": 0.5 * factor**n} for n in range(3)]
+        return kind(groups, lr=0.5)
+
+    def rates(optimizer, step):
+        assert optim.set_schedule(optimizer, step, SCHEDULE) == (0.5, 0.25)[step // 5]
+        return [group["lr"] for group in optimizer.param_groups]
+
+    old, new = build(0.1), build(0.1)
+    for step in (0, 5, 5):
+        expected = [(0.5, 0.25)[step // 5] * 0.1**n for n in range(3)]
+        assert rates(old, step) == pytest.approx(expected)
+    load_state(new, old.state_dict())
+    assert rates(new, 5) == pytest.approx([0.25, 0.025, 0.0025])
+    ours = kind is optim.AdamW  # uses the current code's rates, as it does its betas
+    load_state(changed := build(0.2), old.state_dict())
+    assert rates(changed, 5) == pytest.approx([0.25, 0.05, 0.01] if ours else [0.25, 0.025, 0.0025])
+    state = old.state_dict()  # of a version without this entry
+    for group in state["param_groups"]:
+        del group["peak_lr"]
+    load_state(older := build(1.0), state)
+    assert rates(older, 5) == pytest.approx([0.25, 0.25, 0.25])
+    optim.set_schedule(build(0.1), 5, SCHEDULE | {"learning_rate": 0.0})
+
+
+def test_the_rate_of_another_optimizer_follows_the_schedule():
+    optimizer = torch.optim.SGD(nn.Linear(2, 2).parameters())  # with torch's default rate
+    for step, rate in (0, 0.5), (5, 0.25):
+        assert optim.set_schedule(optimizer, step, SCHEDULE) == rate
+        assert optimizer.param_groups[0]["lr"] == rate
+
+
+def test_a_scheduler_of_torchs_keeps_its_rates():
+    optimizer = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.5)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.1)
+    for step, rate in enumerate([0.5, 0.05, 0.005]):
+        assert optim.set_schedule(optimizer, step, SCHEDULE) == pytest.approx(rate)
+        assert optimizer.param_groups[0]["lr"] == pytest.approx(rate)
+        optimizer.step()
+        scheduler.step()
 
 
 ADAMW = {
