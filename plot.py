@@ -98,7 +98,7 @@ def are_numbers(entry: dict[str, Any], *names: str) -> bool:
 
 
 def moving_average(values: list[float], width: int) -> list[float]:
-    """The mean of each value and its neighbours, `width` in all; fewer near the steep start."""
+    """The mean of each value and `width // 2` on either side; fewer near the steep start."""
     sums = [0.0, *itertools.accumulate(values)]
     means = []
     for i in range(len(values)):

@@ -14,7 +14,6 @@ import steady
 
 steady.start_script()  # must come before torch: sets up CUDA's allocator, Ctrl-C and more
 
-import time
 from collections.abc import Iterable
 from itertools import takewhile
 from pathlib import Path
@@ -262,9 +261,8 @@ def training_state() -> dict:
 
 def save(path: Path, content: dict, overwrite: bool = True) -> bool:
     """Save `content`. On failure print a warning and return False."""
-    saved = checkpoint.try_save(path, content, process, log.line, overwrite=overwrite)
-    log.restart_clock(iter_num)  # saving is not training time
-    return saved
+    with log.paused():  # saving is not training time
+        return checkpoint.try_save(path, content, process, log.line, overwrite=overwrite)
 
 
 stop_request = StopRequest(process, saves=not eval_only)
@@ -290,13 +288,13 @@ saving = Saving(ckpt_path, training_state, process, not eval_only, fit.memory_fl
 with saving:  # from here on a signal ends the run after its step; before, at once
     stopping = stop_request.stop_requested()
     while not stopping:
+        log.pause_clock()  # until the forward pass: evaluation is not training time
         # ---- learning rate ----------------------------------------------------
         lr = optim.set_schedule(opt, iter_num, config)
 
         # ---- evaluate and save ------------------------------------------------
         finished = iter_num >= max_iters
         if eval_only or (eval_interval > 0 and (iter_num % eval_interval == 0 or finished)):
-            began = time.perf_counter()
             with averages.blended():  # if average_weights is set
                 losses = estimate_losses()
                 saving.require_finite(losses, iter_num)
@@ -305,13 +303,12 @@ with saving:  # from here on a signal ends the run after its step; before, at on
                 # not at iteration 0: nothing has been learned yet
                 better = iter_num > 0 and not eval_only and losses["val_loss"] < best_val_loss
                 losses |= data.bits_per_byte(losses["val_loss"])
-                log.evaluation({"iter": iter_num} | losses, time.perf_counter() - began, better)
+                log.evaluation({"iter": iter_num} | losses, better)
                 if better and save(best_path, weights() | {"best_val_loss": losses["val_loss"]}):
                     best_val_loss = losses["val_loss"]
             # outside of blended(): a resumed run needs the plain weights
             if iter_num > 0 and not eval_only and (better or always_save_checkpoint):
                 save(ckpt_path, training_state())
-            log.restart_clock(iter_num)  # evaluation is not training time
         if always_save_checkpoint and 0 < iter_num == optim.decay_start(config):
             # longer runs can continue from here
             save(out_path / "before_decay.pt", training_state(), overwrite=False)
@@ -321,6 +318,7 @@ with saving:  # from here on a signal ends the run after its step; before, at on
             break
 
         # ---- forward and backward ---------------------------------------------
+        log.restart_clock()
         # a resume gets the same dropout (integers have the same hash in every process)
         torch.manual_seed(hash((seed, iter_num, process.rank)))
         halve = iter_num < short_iters  # with short_sequences

@@ -8,7 +8,7 @@ import statistics
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
 from itertools import accumulate
 from pathlib import Path
@@ -100,21 +100,40 @@ class RunLog:
         self.tokens_per_iter, self.process, self.start_iter = tokens_per_iter, process, iter_num
         self.flops_per_iter = flops_per_token * tokens_per_iter
         self.peak_flops = hardware.peak_flops(process.device, process.dtype, process.world_size)
-        self.seconds = math.nan  # per step, since the last log line
-        self.restart_clock(iter_num)
+        # the seconds that are counted towards the next log line, and its first iteration
+        self.passed, self.first_iter = 0.0, iter_num
+        self.runs_since: float | None = time.perf_counter()  # None: paused
+        self.paused_at = self.runs_since
 
-    def restart_clock(self, iter_num: int) -> None:
-        """Restart the timing; the time before this call is not training time."""
-        self.timed_from, self.timed_iter = time.perf_counter(), iter_num
+    def pause_clock(self) -> None:
+        """Pause the timing: the time until `restart_clock` is not training time."""
+        if self.runs_since is not None:
+            self.paused_at = time.perf_counter()
+            self.passed += self.paused_at - self.runs_since
+            self.runs_since = None
+
+    def restart_clock(self) -> None:
+        """Continue the timing."""
+        self.runs_since = time.perf_counter()
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Pause the timing, if it runs, for the time of this `with` block."""
+        runs = self.runs_since is not None
+        self.pause_clock()
+        yield
+        if runs:
+            self.restart_clock()
 
     def step(self, iter_num: int, loss: float, lr: float, grad_norm: float) -> None:
         """Log a training step; times are means over the iterations since the last call."""
         memory_gib = hardware.peak_memory_gib(self.process.device)
-        passed = max(time.perf_counter() - self.timed_from, 1e-9)
-        if n := iter_num + 1 - self.timed_iter:  # 0: the clock was restarted after the step
-            self.seconds = passed / n
-        seconds = self.seconds
-        self.restart_clock(iter_num + 1)
+        self.pause_clock()
+        seconds = max(self.passed, 1e-9) / max(1, iter_num + 1 - self.first_iter)
+        # the first steps after a resume may include compilation
+        early = self.start_iter and self.first_iter < self.start_iter + 3
+        self.passed, self.first_iter = 0.0, iter_num + 1
+        self.restart_clock()
         mfu = self.flops_per_iter / seconds / self.peak_flops if self.peak_flops else None
         ms, tokens_per_s = seconds * 1e3, self.tokens_per_iter / seconds
         line = f"iter {iter_num:6d} | loss {loss:7.4f} | lr {lr:.2e} | norm {grad_norm:6.2f} | "
@@ -128,24 +147,24 @@ class RunLog:
             memory = f", {memory_gib:.1f} GiB" if memory_gib is not None else ""
             self.bar.set_postfix_str(f"loss {loss:.4f}{memory}", refresh=False)
             self.bar.update(iter_num + 1 - self.bar.n)
-        resumed = {"resumed": True} if self.start_iter and iter_num < self.start_iter + 3 else {}
+        resumed = {"resumed": True} if early else {}
         self.write({
             "iter": iter_num, "loss": loss, "lr": lr, "grad_norm": grad_norm, "ms": ms,
             "tokens_per_s": tokens_per_s, "mfu": mfu, "memory_gib": memory_gib,
         } | resumed)  # fmt: skip
 
     def sample(self, iter_num: int, text: str) -> None:
-        """Print a sample. Drawing it does not count as training time."""
+        """Print a sample."""
         self.line(f"iter {iter_num:6d} | sample: {text!r}")
-        self.restart_clock(iter_num)
 
     def waiting(self, batches: Iterable, n_batches: float, what: str) -> Iterable:
         """`batches`, with a progress bar if they take long."""
         return output.waiting(batches, math.ceil(n_batches), what, self.quiet, unit="batch")
 
-    def evaluation(self, entry: dict[str, Any], seconds: float, best: bool) -> None:
-        """Log an evaluation. `entry` has iter, and losses by name; val_bpb are validation bits per
-        byte."""
+    def evaluation(self, entry: dict[str, Any], best: bool) -> None:
+        """Log an evaluation, which has taken the time since `pause_clock`. `entry` has iter, and
+        losses by name; val_bpb are validation bits per byte."""
+        seconds = time.perf_counter() - self.paused_at
         losses = [
             f"{name.replace('_', ' ')} {value:7.4f}" for name, value in entry.items()
             if isinstance(value, float) or getattr(value, "ndim", None) == 0
@@ -240,21 +259,24 @@ def training_clock(entries: list[dict[str, Any]]) -> tuple[list[float], list[int
     """The training time (in seconds) and the tokens before each iteration of a metrics.jsonl.
 
     A step's time does not include evaluation. Some times are misleading and are replaced by the
-    median: the first three steps, also after a resume, may include compilation; a step after an
-    evaluation seems too short, because the evaluation waited for the previous step's optimizer.
+    median: entries with one of the first three steps, also after a resume, may include compilation;
+    a step after an evaluation seems too short, because the evaluation waited for the previous
+    step's optimizer.
     """
     ms: list[float] = []
     tokens: list[int] = []
+    unsure: set[int] = set()
     for entry in entries:
         if entry.keys() >= {"ms", "tokens_per_s"}:  # a step
             since = entry["iter"] + 1 - len(ms)  # an entry covers all steps since the one before
+            if len(ms) < 3 or "resumed" in entry:
+                unsure |= {*range(len(ms), len(ms) + since)}
             ms += [entry["ms"]] * since
             tokens += [round(entry["tokens_per_s"] * entry["ms"] / 1e3)] * since
     missing = max((entry["iter"] for entry in entries), default=0) - len(ms)  # not logged yet
     ms += (ms[-1:] or [0.0]) * missing
     tokens += (tokens[-1:] or [0]) * missing
-    marks = {"val_loss", "resumed"}
-    unsure = {0, 1, 2} | {entry["iter"] for entry in entries if marks & entry.keys()}
+    unsure |= {entry["iter"] for entry in entries if "val_loss" in entry}
     usual = statistics.median(ms or [0.0])
     ms = [usual if i in unsure else value for i, value in enumerate(ms)]
     seconds = accumulate((value / 1e3 for value in ms), initial=0.0)

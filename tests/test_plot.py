@@ -95,3 +95,10 @@ def test_a_resume_makes_no_kink_in_time():
     entries[50]["resumed"] = True
     seconds, _ = training_clock(entries)
     assert seconds == pytest.approx([i / 10 for i in range(101)])
+
+
+def test_a_slow_start_is_left_out_if_ten_steps_share_a_log_line():
+    step = {"loss": 1.0, "tokens_per_s": 1000.0}
+    entries = [{"iter": i, "ms": 5000.0 if i <= 10 else 100.0} | step for i in range(0, 100, 10)]
+    entries[5] |= {"ms": 2000.0, "resumed": True}
+    assert training_clock(entries)[0] == pytest.approx([i / 10 for i in range(92)])

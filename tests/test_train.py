@@ -26,7 +26,7 @@ from configurator import architecture_note, read_settings, resolve
 from model import GPTConfig
 from steady import checkpoint, compiling, dataloader, hardware, loss, memory, optim
 from steady.distributed import Process
-from steady.runlog import RunLog, read_metrics
+from steady.runlog import RunLog, read_metrics, training_clock
 from steady.stop import resume_command
 
 
@@ -1057,18 +1057,38 @@ def test_the_bar_shows_loss_time_left_and_memory(monkeypatch, tmp_path):
     assert "loss 2.5000, 11.7 GiB" in bar and "1/10 [" in bar and "<" in bar
 
 
-def test_a_step_before_a_save_of_yours_has_the_time_of_the_last_one(tmp_path):
-    """Your own save between a step and its log line restarts the clock (F20)."""
-    config = {"eval_only": False, "eval_interval": 0, "max_iters": 10, "wandb_log": False}
-    log = RunLog(tmp_path, config, 0)
+@pytest.mark.parametrize("log_interval", [1, 5, 20])
+def test_f20_only_training_steps_are_timed(log_interval, monkeypatch, capsys, tmp_path):
+    """An evaluation discarded the time of the steps between it and the last log line. A save of
+    yours between a step and its log line does not count either."""
+    config = {"eval_only": False, "eval_interval": 20, "max_iters": 101, "wandb_log": False}
+    log, now = RunLog(tmp_path, config, 0), [0.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
     log.start_clock(0, 64, 1000, Process())
-    time.sleep(0.01)
-    log.step(0, 2.5, 1e-3, 1.0)
-    log.restart_clock(2)
-    log.step(1, 2.5, 1e-3, 1.0)
+
+    def save():
+        with log.paused():
+            now[0] += 1000.0
+
+    for i in range(101):
+        log.pause_clock()
+        if i % 20 == 0:
+            now[0] += 50.0
+            log.evaluation({"iter": i, "val_loss": 2.0}, False)
+            save()
+            now[0] += 300.0
+        log.restart_clock()
+        now[0] += 0.04 if i % 20 == 0 else 0.1  # an evaluation waits for the last step's optimizer
+        save()
+        now[0] += 0.02
+        if i % log_interval == 0:
+            log.step(i, 2.5, 1e-3, 1.0)
     log.close()
-    first, second = read_metrics(tmp_path / "metrics.jsonl")
-    assert second["ms"] == first["ms"] >= 10
+    entries = read_metrics(tmp_path / "metrics.jsonl")
+    counts = [e["ms"] * (log_interval if e["iter"] else 1) for e in entries if "ms" in e]
+    assert sum(counts) == pytest.approx(95 * 120.0 + 6 * 60.0)
+    assert training_clock(entries)[0][-1] == pytest.approx(101 * 0.12, rel=0.04)
+    assert capsys.readouterr().out.count("|  50.0 s") == 6
 
 
 def test_metrics_may_be_tensors(tmp_path):
