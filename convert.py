@@ -1,4 +1,4 @@
-"""Convert from and to Hugging Face checkpoints of the Llama family.
+"""Export a run to Hugging Face's format, as a Llama or Qwen3. (train.py --init_from reads it.)
 
     python train.py config/finetune_shakespeare.py --init_from=FOLDER_OR_HUB_ID
     python convert.py --out_dir=out-stdlib-char --to=exported

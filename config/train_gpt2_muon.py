@@ -1,4 +1,4 @@
-"""Train a model of GPT-2's size (124M) with Muon: our shortest 124M run, 23 s on an H200.
+"""Train a model of GPT-2's size (124M) with Muon: our shortest 124M run, half a minute on an H200.
 
     python data/fineweb_edu/prepare.py --streaming=True --max_tokens=20000000
     python train.py config/train_gpt2_muon.py

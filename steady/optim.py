@@ -476,9 +476,12 @@ def schedule_note(config: dict[str, Any]) -> str | None:
     shorter = warmup if warmup < iterations else iterations // 20
     flags = [f"--warmup_iters={shorter}"] * (shorter != warmup)
     flags += ["--lr_decay_iters=0"] * (end != iterations)
+    why = f"warm-up ends at iteration {warmup} and the schedule at {end}, but the run at"
+    if warmup >= iterations:
+        why = f"warm-up takes {warmup} iterations, but the run ends at"
+    share = f"{last / peak:.0%}" if last >= 0.01 * peak else f"{last / peak:.1%}"
     return (
-        f"note: warm-up ends at iteration {warmup} and the schedule at {end}, but the run at "
-        f"{iterations}: the learning rate ends at {last / peak:.0%} of its peak; use "
+        f"note: {why} {iterations}: the learning rate ends at {share} of its peak; use "
         + " ".join(flags)
     )
 

@@ -34,7 +34,7 @@ def waiting(
         from tqdm import tqdm
     except ImportError:
         return items
-    every = 0.5 if sys.stderr.isatty() else 10  # in a log file each update is a new line
+    every = 0.5 if sys.stderr.isatty() else 10  # in a log file updates stay
     return tqdm(items, desc=what, total=total, disable=quiet, delay=5, mininterval=every,
                 leave=False, dynamic_ncols=True, **options)  # fmt: skip
 

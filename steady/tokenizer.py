@@ -392,8 +392,10 @@ def encode_prompt(tokenizer: Tokenizer, text: str) -> list[int]:
 def train_bpe(texts: Iterable[str], vocab_size: int) -> HFTokenizer:
     """Train a byte-level BPE of `vocab_size` tokens, like GPT-2's, on `texts`. Token 0 is
     <|endoftext|>."""
-    from tokenizers import ByteLevelBPETokenizer
-
+    try:
+        from tokenizers import ByteLevelBPETokenizer
+    except ImportError:
+        raise UserError("bpe:SIZE needs tokenizers: pip install tokenizers") from None
     if not 257 <= vocab_size <= 2**20:
         raise UserError(f"bpe:{vocab_size} must be from 257 (bytes and end of text) to 2**20")
     tokenizer = ByteLevelBPETokenizer()
