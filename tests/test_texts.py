@@ -1440,6 +1440,14 @@ def test_links_that_form_a_loop_are_refused_in_one_line(run, tmp_path):
         run("data/text/prepare.py", f"--input={tmp_path}/*", f"--out={tmp_path}/out")
 
 
+def test_a_bpe_of_ones_own_without_tokenizers_is_one_line(run, tmp_path, monkeypatch):
+    (tmp_path / "a.txt").write_text("some text\n" * 20)
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    with pytest.raises(ValueError, match="^bpe:SIZE needs tokenizers: pip install tokenizers$"):
+        run("data/text/prepare.py", f"--input={tmp_path / 'a.txt'}", f"--out={tmp_path / 'out'}",
+            "--tokenizer=bpe:300")  # fmt: skip
+
+
 def test_a_bpe_of_ones_own_is_the_same_tokenizer_by_its_folder(tmp_path):
     path = rows_file(tmp_path / "a.jsonl", [f"text {i}" for i in range(300)])
     prepare_from_files(tmp_path / "own", "bpe:300", [path])
