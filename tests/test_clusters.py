@@ -182,7 +182,7 @@ DEFAULTS = resolve(read_settings(ROOT / "train.py"), [])
     [
         ({"max_iters": 300}, "ends at 15% of its peak; use --warmup_iters=15$"),
         ({"max_iters": 300, "lr_decay_iters": 9000}, "use --warmup_iters=15 --lr_decay_iters=0$"),
-        ({"max_iters": 300, "decay_lr": False}, "takes 2000 .* run ends at 300: .* at 15% of its peak"),
+        ({"max_iters": 300, "decay_lr": False}, "takes 2000 .* ends at 300: .* at 15% of its"),
         ({"max_iters": 10}, "ends at 0.5% of its peak"),
         ({"max_iters": 300, "lr_schedule": "wsd", "lr_decay_iters": 0}, "ends at 15% of its peak"),
         ({"max_iters": 9000, "lr_decay_iters": 5000}, "the schedule at 5000, but the run at 9000"),
