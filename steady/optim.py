@@ -509,7 +509,7 @@ def set_schedule(optimizer: torch.optim.Optimizer, step: int, config: dict[str, 
             group["lr"] = lr if own is None or not peak else lr * own / peak
         if group.get("muon"):
             group["momentum"] = first + (last - first) * min(1.0, step / steps)
-    return optimizer.param_groups[0]["lr"] if scheduled else lr
+    return float(optimizer.param_groups[0]["lr"]) if scheduled else lr
 
 
 def note_own_rates(optimizer: torch.optim.Optimizer) -> None:

@@ -218,11 +218,12 @@ def test_the_rate_of_another_optimizer_follows_the_schedule():
 
 
 def test_a_scheduler_of_torchs_keeps_its_rates():
-    optimizer = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.5)
+    optimizer = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=torch.tensor(0.5))
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.1)
     for step, rate in enumerate([0.5, 0.05, 0.005]):
-        assert optim.set_schedule(optimizer, step, SCHEDULE) == pytest.approx(rate)
-        assert optimizer.param_groups[0]["lr"] == pytest.approx(rate)
+        found = optim.set_schedule(optimizer, step, SCHEDULE)
+        assert type(found) is float and found == pytest.approx(rate)
+        assert optimizer.param_groups[0]["lr"].item() == pytest.approx(rate)
         optimizer.step()
         scheduler.step()
 
