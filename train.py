@@ -288,14 +288,14 @@ saving = Saving(ckpt_path, training_state, process, not eval_only, fit.memory_fl
 with saving:  # from here on a signal ends the run after its step; before, at once
     stopping = stop_request.stop_requested()
     while not stopping:
-        log.pause_clock()  # until the forward pass: evaluation is not training time
         # ---- learning rate ----------------------------------------------------
         lr = optim.set_schedule(opt, iter_num, config)
 
         # ---- evaluate and save ------------------------------------------------
         finished = iter_num >= max_iters
         if eval_only or (eval_interval > 0 and (iter_num % eval_interval == 0 or finished)):
-            with averages.blended():  # if average_weights is set
+            # not training time; with average_weights, evaluate a blend
+            with log.paused(), averages.blended():
                 losses = estimate_losses()
                 saving.require_finite(losses, iter_num)
                 if stopping := stop_request.stop_requested():
@@ -313,12 +313,13 @@ with saving:  # from here on a signal ends the run after its step; before, at on
             # longer runs can continue from here
             save(out_path / "before_decay.pt", training_state(), overwrite=False)
         if sample_interval and iter_num > 0 and iter_num % sample_interval == 0:
-            log.sample(iter_num, sample_while_training(raw_model, data, val_file, autocast, seed))
+            with log.paused():
+                sample = sample_while_training(raw_model, data, val_file, autocast, seed)
+                log.sample(iter_num, sample)
         if finished or eval_only:
             break
 
         # ---- forward and backward ---------------------------------------------
-        log.restart_clock()
         # a resume gets the same dropout (integers have the same hash in every process)
         torch.manual_seed(hash((seed, iter_num, process.rank)))
         halve = iter_num < short_iters  # with short_sequences

@@ -100,40 +100,25 @@ class RunLog:
         self.tokens_per_iter, self.process, self.start_iter = tokens_per_iter, process, iter_num
         self.flops_per_iter = flops_per_token * tokens_per_iter
         self.peak_flops = hardware.peak_flops(process.device, process.dtype, process.world_size)
-        # the seconds that are counted towards the next log line, and its first iteration
-        self.passed, self.first_iter = 0.0, iter_num
-        self.runs_since: float | None = time.perf_counter()  # None: paused
-        self.paused_at = self.runs_since
-
-    def pause_clock(self) -> None:
-        """Pause the timing: the time until `restart_clock` is not training time."""
-        if self.runs_since is not None:
-            self.paused_at = time.perf_counter()
-            self.passed += self.paused_at - self.runs_since
-            self.runs_since = None
-
-    def restart_clock(self) -> None:
-        """Continue the timing."""
-        self.runs_since = time.perf_counter()
+        self.first_iter = iter_num  # of the next log line
+        self.timed_from = self.paused_at = time.perf_counter()
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Pause the timing, if it runs, for the time of this `with` block."""
-        runs = self.runs_since is not None
-        self.pause_clock()
+        """The time of this `with` block is not training time. Such blocks may contain others."""
+        self.paused_at, timed_from = time.perf_counter(), self.timed_from
+        began = self.paused_at
         yield
-        if runs:
-            self.restart_clock()
+        self.timed_from = timed_from + time.perf_counter() - began
 
     def step(self, iter_num: int, loss: float, lr: float, grad_norm: float) -> None:
         """Log a training step; times are means over the iterations since the last call."""
         memory_gib = hardware.peak_memory_gib(self.process.device)
-        self.pause_clock()
-        seconds = max(self.passed, 1e-9) / max(1, iter_num + 1 - self.first_iter)
+        now = time.perf_counter()
+        seconds = max(now - self.timed_from, 1e-9) / max(1, iter_num + 1 - self.first_iter)
         # the first steps after a resume may include compilation
         early = self.start_iter and self.first_iter < self.start_iter + 3
-        self.passed, self.first_iter = 0.0, iter_num + 1
-        self.restart_clock()
+        self.timed_from, self.first_iter = now, iter_num + 1
         mfu = self.flops_per_iter / seconds / self.peak_flops if self.peak_flops else None
         ms, tokens_per_s = seconds * 1e3, self.tokens_per_iter / seconds
         line = f"iter {iter_num:6d} | loss {loss:7.4f} | lr {lr:.2e} | norm {grad_norm:6.2f} | "
@@ -162,7 +147,7 @@ class RunLog:
         return output.waiting(batches, math.ceil(n_batches), what, self.quiet, unit="batch")
 
     def evaluation(self, entry: dict[str, Any], best: bool) -> None:
-        """Log an evaluation, which has taken the time since `pause_clock`. `entry` has iter, and
+        """Log an evaluation, which has taken the time since `paused` began. `entry` has iter, and
         losses by name; val_bpb are validation bits per byte."""
         seconds = time.perf_counter() - self.paused_at
         losses = [

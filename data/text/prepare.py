@@ -43,26 +43,33 @@ configure(globals(), positional="")
 
 if not input:
     raise UserError("no input: pass --input=FILE, or a glob such as --input='notes/**/*.md'")
+
+
+def identity(path: Path) -> object:
+    """The same for all names of a file: its resolved path, or its inode if it has hard links."""
+    place = os.path.realpath(path)  # Path.resolve fails on links that form a loop
+    if os.path.exists(place) and (status := os.stat(place)).st_nlink > 1:
+        return status.st_dev, status.st_ino
+    return place
+
+
 folder = Path(out or Path(__file__).parent)
-written = {Path(os.path.realpath(folder / name)) for name in FILES}
-paths: dict[object, Path] = {}  # resolved path, or inode if a file has several names: path as given
+written = {identity(folder / name) for name in FILES}
+paths: dict[object, Path] = {}  # identity: path as given
 whole = os.path.isfile(os.path.expanduser(input))  # a name with a comma
 for name in [glob.escape(input)] if whole else input.split(","):
     pattern = os.path.expanduser(name if whole else name.strip())
     if not pattern:
         raise UserError(f"--input={input} has an empty name between its commas, or at either end")
-    # Path.resolve fails on links that form a loop
-    found = [(Path(os.path.realpath(path)), path) for path in files_matching(pattern)]
+    found = [(identity(path), path) for path in files_matching(pattern)]
     # skip the output of an earlier run
-    found = [(place, path) for place, path in found if place not in written]
+    found = [(file, path) for file, path in found if file not in written]
     if not found:
         files = shlex.quote(f"{glob.escape(pattern)}/**/*.txt")
         hint = f": name its files, such as --input={files}"
         raise UserError(f"no file matches --input={pattern}" + hint * Path(pattern).is_dir())
-    for place, path in found:
-        status = os.stat(place) if os.path.exists(place) else None
-        linked = status is not None and status.st_nlink > 1
-        paths.setdefault((status.st_dev, status.st_ino) if linked else place, path)
+    for file, path in found:
+        paths.setdefault(file, path)
 files = list(paths.values())
 prepare_from_files(folder, tokenizer, files, column, val_fraction, num_proc, skip_bad_rows,
                    special_tokens)  # fmt: skip
