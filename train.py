@@ -142,7 +142,6 @@ elif fp8:
 use_activation_checkpointing(raw_model, activation_checkpointing)
 distributed.shard(raw_model, process)  # fsdp: a shard for each rank; ddp: equal weights
 start.load_weights(raw_model)
-use_sampled_softmax(raw_model, train_file, config)
 
 # -----------------------------------------------------------------------------
 # optimizer; most torch optimizers work: opt = torch.optim.SGD(raw_model.parameters())
@@ -171,6 +170,7 @@ log.line(f"model {raw_model.num_params():,} parameters, vocabulary {data.vocab_s
          f"({model_config.vocab_size} with padding)")  # fmt: skip
 log.line(data.summary(sequences_per_iter * block_size))
 log.settings(config, asked, __file__)
+use_sampled_softmax(raw_model, train_file, config, log.line)
 
 
 # -----------------------------------------------------------------------------
@@ -281,7 +281,7 @@ micro_batches = loader.micro_batches(iter_num)
 # -----------------------------------------------------------------------------
 # training loop. At its end `saving` saves the state and ends all processes but rank 0's. It also
 # saves after an error, unless the model is sharded, the loss diverged or opt.step failed
-flops_per_token = raw_model.flops_per_token() - saved_flops(config)
+flops_per_token = raw_model.flops_per_token() - saved_flops(raw_model, config)
 log.start_clock(iter_num, sequences_per_iter * block_size, flops_per_token, process)
 saving = Saving(ckpt_path, training_state, process, not eval_only, fit.memory_flags, log.line,
                 stop_request)  # fmt: skip

@@ -8,13 +8,13 @@ neural machine translation"). Evaluation and sampling use the whole vocabulary.
 """
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from steady import UserError
 from steady.dataloader import TokenFile, even_starts
 from steady.optim import loss_layers
 
@@ -61,34 +61,33 @@ class VocabularySampler(nn.Module):
         return weight[ids], biases, torch.where(targets < 0, targets, rows[known])
 
 
-def saved_flops(config: dict[str, Any]) -> int:
-    """FLOPs per token that config["sampled_softmax"] saves: 0 if it is off, or if the vocabulary is
-    not larger."""
-    size, vocab_size = config.get("sampled_softmax", 0), config.get("vocab_size", 0)
-    if not 0 < size < vocab_size or config.get("eval_only"):
-        return 0
-    return 6 * config["n_embd"] * (vocab_size - size)
+def saved_flops(model: nn.Module, config: dict[str, Any]) -> int:
+    """FLOPs per token that the model's sampled softmax saves."""
+    samplers = [module for module in model.modules() if isinstance(module, VocabularySampler)]
+    return sum(6 * config["n_embd"] * (len(s.frequencies) - s.size) for s in samplers)
 
 
-def use_sampled_softmax(model: nn.Module, file: TokenFile, config: dict[str, Any]) -> None:
+def use_sampled_softmax(
+    model: nn.Module, file: TokenFile, config: dict[str, Any], say: Callable[[str], object] = print
+) -> None:
     """Let training losses use config["sampled_softmax"] tokens of the vocabulary, if it is larger.
 
-    Raises UserError if less than half of the tokens would be drawn besides the targets of a
-    micro-batch: the weights of a few would be large.
+    If less than half of them would be drawn besides the targets of a micro-batch, say so and use
+    more, since the counts of a few would be large.
     """
-    if not saved_flops(config):
+    size, vocab_size = config.get("sampled_softmax", 0), config.get("vocab_size", 0)
+    if not 0 < size < vocab_size or config.get("eval_only"):
         return
-    size, vocab_size = config["sampled_softmax"], config["vocab_size"]
     n_windows = max(1, min(COUNTED_TOKENS, file.n_tokens) // (file.block_size + 1))
     windows = file.windows(even_starts(file, n_windows))
     n_batches = max(1, n_windows // config["batch_size"])
     different = max(len(np.unique(windows[i::n_batches])) for i in range(n_batches))
     if size < 2 * different:
-        enough = f"{2 * different} or more" if 2 * different < vocab_size else "0 (all tokens)"
-        raise UserError(
-            f"sampled_softmax={size} is too small for micro-batches with up to {different:,} "
-            f"different tokens: use {enough}"
-        )
+        why = f"micro-batches have up to {different:,} different tokens, so sampled_softmax={size}"
+        size = math.ceil(3 * different / 64) * 64
+        say(f"note: {why} is too small: using {size if size < vocab_size else 'all tokens'}")
+    if size >= vocab_size:
+        return
     shares = np.bincount(windows.ravel(), minlength=vocab_size) / windows.size
     shares = (1.0 - EVEN_SHARE) * shares + EVEN_SHARE / vocab_size
     device = next(model.parameters()).device
