@@ -284,8 +284,8 @@ def run_config_file(
     assigned = {ast.unparse(t) for node in ast.walk(parsed) for t in getattr(node, "targets", ())}
     used = {node.id for node in ast.walk(parsed) if isinstance(node, ast.Name)}
     for node in parsed.body:
-        # n_layer: 6, or {"n_layer": 6}, or a class of settings that nothing uses
-        idle = isinstance(node, ast.Expr) and isinstance(node.value, ast.Dict)
+        # n_layer: 6, n_layer == 6, {"n_layer": 6}, or a class of settings that nothing uses
+        idle = isinstance(node, ast.Expr) and isinstance(node.value, ast.Dict | ast.Compare)
         if isinstance(node, ast.AnnAssign) and not node.value:
             idle = ast.unparse(node.target) not in assigned
         elif isinstance(node, ast.ClassDef) and node.name not in used:

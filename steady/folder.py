@@ -101,16 +101,19 @@ def hold_lock(out_dir: Path) -> None:
 
     Raises UserError if another run is writing there now.
     """
-    if out_dir not in held:
+    if still_held(out_dir):
         return
-    lock, opened = held[out_dir]
-    if is_same_file(out_dir / ".lock", lock):
-        return
+    _, opened = held[out_dir]
     only_unlocked = is_same_file(out_dir, opened) and not (out_dir / ".lock").exists()
     claim(out_dir)
     if not only_unlocked:
         print(f"note: {out_dir} was moved or removed during this run: continuing in a new folder")
         archive_previous_run(out_dir)
+
+
+def still_held(out_dir: Path) -> bool:
+    """Whether `out_dir` is the folder that this process has claimed, or has not been claimed."""
+    return out_dir not in held or is_same_file(out_dir / ".lock", held[out_dir][0])
 
 
 def is_same_file(path: Path, opened: int) -> bool:
@@ -123,7 +126,8 @@ def is_same_file(path: Path, opened: int) -> bool:
 def archive_previous_run(out_dir: Path, names: Sequence[str] = FILES) -> None:
     """Move an earlier run's files to a new folder in `out_dir`: `previous`, or if that exists
     `previous-2`, and so on. Keeps only KEPT_ARCHIVES archives: this one and the last others,
-    preferably those with a checkpoint."""
+    preferably those with a checkpoint. If only some of the files are moved, which is no new run,
+    all others with a checkpoint stay."""
     found = [out_dir / name for name in names if (out_dir / name).exists()]
     if not found:
         return
@@ -139,6 +143,8 @@ def archive_previous_run(out_dir: Path, names: Sequence[str] = FILES) -> None:
     # of the others, remove those without a ckpt.pt first: runs started by mistake, or single files
     others = [p for p in archives(out_dir).values() if p != aside and not p.is_symlink()]
     others = [path for path in others if (path / MARK).is_file()]
+    if names is not FILES:
+        others = [path for path in others if not (path / "ckpt.pt").exists()]
     others.sort(key=lambda path: (path / "ckpt.pt").exists())
     for old in others[: 1 - KEPT_ARCHIVES]:
         with contextlib.suppress(OSError):  # another user's, or it has other files

@@ -17,6 +17,7 @@ import torch
 from configurator import one_line_errors
 from steady import UserError, checkpoint, distributed, memory, output
 from steady.distributed import Process
+from steady.folder import still_held
 
 # Warn, and end the run, after this many steps in a row with gradients that are not finite.
 # float16 starts with a few such steps, while GradScaler halves its scale.
@@ -122,7 +123,10 @@ class Saving:
             # else stopped by a signal
             finished = iter_num >= state.get("config", {}).get("max_iters", 0)
             # only the first process looks: another machine may not have the file
-            other = self.process.master and checkpoint.peek(self.path, "iter_num") != iter_num
+            other = self.process.master and (
+                not still_held(self.path.parent)  # the file is another run's
+                or checkpoint.peek(self.path, "iter_num") != iter_num
+            )
             if distributed.any_process(other) and not checkpoint.try_save(
                 self.path, state, self.process, self.say, read_back=finished
             ):

@@ -423,6 +423,7 @@ DATA_VALUES = {  # its other keys
        for key in ("tokens", "bytes", "begins")},
 }  # fmt: skip
 ROLES = ("bos", "unk", "pad", "mask", "cls")  # of tokens that end no text
+PREFIX_CLASSES = ("GPT2", "Qwen2", "CodeGen", "GPTNeoX", "Roberta", "Bart")  # no space by default
 TEMPLATES = "additional_chat_templates"  # transformers' folder of named templates
 
 
@@ -475,7 +476,11 @@ def hf_tokenizer_meta(folder: Path) -> dict[str, Any]:
     settings = read_json(folder / "tokenizer_config.json")
     try:
         content = path.read_text(encoding="utf-8-sig")
-        if isinstance(prefix := settings.get("add_prefix_space"), bool):  # transformers obeys it
+        prefix = settings.get("add_prefix_space")
+        kind = str(settings.get("tokenizer_class")).removesuffix("Fast").removesuffix("Tokenizer")
+        if kind in PREFIX_CLASSES and prefix is None:
+            prefix = False
+        if isinstance(prefix, bool):  # transformers obeys it; version 5 for these classes only
             parts = read_json(path)
             words = parts.get("pre_tokenizer")
             differs = isinstance(words, dict) and words.get("add_prefix_space") is not prefix

@@ -239,7 +239,7 @@ def test_f50_settings_have_an_upper_limit(name):
 
 
 def test_a_line_of_a_config_file_that_sets_nothing_is_named(settings, tmp_path):
-    for line in ("steps: 3", "{'steps': 3}", "class Config:\n    steps: int = 3"):
+    for line in ("steps: 3", "{'steps': 3}", "steps == 3", "class Config:\n    steps: int = 3"):
         (tmp_path / "c.py").write_text(f"rate = 0.5\n{line}\n")
         named = re.escape(line.partition("\n")[0])
         with pytest.raises(ValueError, match=f"c.py, line 2: .{named}. sets nothing: write name"):

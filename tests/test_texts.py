@@ -1711,17 +1711,21 @@ def test_f66_tokens_that_are_objects_and_their_flags_load_in_transformers(tmp_pa
     assert theirs(prompt).input_ids == encode_prompt(from_meta(meta), prompt)
 
 
+@pytest.mark.parametrize("in_tokenizer", [True, False])
+@pytest.mark.parametrize("kind", ["GPT2TokenizerFast", "Qwen2Tokenizer", "RobertaTokenizerFast"])
 @pytest.mark.parametrize("prefix", [True, False, None])
-def test_f61_a_space_that_tokenizer_config_adds_is_added(tmp_path, prefix):
-    byte_level(["</s>"]).save(str(tmp_path / "tokenizer.json"))
-    settings = {"eos_token": "</s>", "tokenizer_class": "GPT2TokenizerFast"}
+def test_f61_a_space_that_tokenizer_config_adds_is_added(tmp_path, prefix, kind, in_tokenizer):
+    tokenizer = byte_level(["</s>", "<s>", "<unk>", "<pad>", "<mask>"])
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=in_tokenizer)
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    settings = {"eos_token": "</s>", "tokenizer_class": kind}
     settings |= {} if prefix is None else {"add_prefix_space": prefix}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
     (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
     found = load_tokenizer(f"hf:{tmp_path}")
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
     for text in ("begins here", " begins"):
-        assert found.encode(text) == theirs(text).input_ids
+        assert found.encode(text) == theirs(text, add_special_tokens=False).input_ids
     assert (found.encode("begins") == found.encode(" begins")) is bool(prefix)
 
 

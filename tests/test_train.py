@@ -593,6 +593,25 @@ def test_a_run_whose_last_save_fails_ends_with_an_error(run, sums, tmp_path, mon
         train(run, tmp_path, sums, "--max_iters=5", "--eval_interval=2")
 
 
+def test_f45_a_checkpoint_of_another_run_is_not_taken_for_ones_own(
+    run, sums, tmp_path, monkeypatch, other_run
+):
+    """It is in the folder's place, and at the same iteration."""
+    train(run, tmp_path / "other", sums, "--max_iters=3", "--seed=2")
+    out, set_schedule = tmp_path / "out", optim.set_schedule
+
+    def replace_folder(opt, iter_num, config):
+        if iter_num == 2:
+            out.rename(tmp_path / "moved")
+            (tmp_path / "other").rename(out)
+            other_run(out)
+        return set_schedule(opt, iter_num, config)
+
+    monkeypatch.setattr(optim, "set_schedule", replace_folder)
+    with pytest.raises(SystemExit, match="could not save the checkpoint of iteration 3"):
+        train(run, out, sums, "--max_iters=3", "--eval_interval=0", "--log_interval=9")
+
+
 def test_a_clock_that_stands_still_ends_no_run(run, sums, tmp_path, monkeypatch):
     monkeypatch.setattr(time, "perf_counter", lambda: 1.0)
     assert "finished at iteration 3" in train(run, tmp_path, sums, "--max_iters=3")
