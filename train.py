@@ -298,14 +298,17 @@ with saving:  # from here on a signal ends the run after its step; before, at on
             with log.paused(), averages.blended():
                 losses = estimate_losses()
                 saving.require_finite(losses, iter_num)
-                if stopping := stop_request.stop_requested():
-                    break  # incomplete losses: the resumed run evaluates again
-                # not at iteration 0: nothing has been learned yet
-                better = iter_num > 0 and not eval_only and losses["val_loss"] < best_val_loss
-                losses |= data.bits_per_byte(losses["val_loss"])
-                log.evaluation({"iter": iter_num} | losses, better)
-                if better and save(best_path, weights() | {"best_val_loss": losses["val_loss"]}):
-                    best_val_loss = losses["val_loss"]
+                stopping = stop_request.stop_requested()
+                if not stopping:  # else the losses are incomplete: the resumed run evaluates again
+                    # not at iteration 0: nothing has been learned yet
+                    better = iter_num > 0 and not eval_only and losses["val_loss"] < best_val_loss
+                    best = {"best_val_loss": losses["val_loss"]}
+                    losses |= data.bits_per_byte(losses["val_loss"])
+                    log.evaluation({"iter": iter_num} | losses, better)
+                    if better and save(best_path, weights() | best):
+                        best_val_loss = losses["val_loss"]
+            if stopping:
+                break
             # outside of blended(): a resumed run needs the plain weights
             if iter_num > 0 and not eval_only and (better or always_save_checkpoint):
                 save(ckpt_path, training_state())
@@ -339,9 +342,10 @@ with saving:  # from here on a signal ends the run after its step; before, at on
             read_numbers = hardware.to_host_async(loss, grad_norm, skipped)
         scaler.step(opt)
         scaler.update()
+        # at once, so that a save after an error below counts this step
+        iter_num += 1
         opt.zero_grad()
         averages.update(iter_num)
-        iter_num += 1
 
         # ---- log --------------------------------------------------------------
         if log_due:

@@ -569,7 +569,7 @@ def load_weights(
     UserError if they are another model's or not finite. strict: False keeps the initial values of
     tensors that the file lacks."""
     model = getattr(model, "_orig_mod", model)  # as in `save`
-    distributed.own_memory(p for p in model.parameters() if 0 in p.stride())  # expanded
+    distributed.own_memory(model.parameters())  # as `distributed.shard` does
     fill_empty_buffers(model, weights)
     state = model.state_dict()
     if not strict:

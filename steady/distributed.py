@@ -417,8 +417,9 @@ def shard(model: nn.Module, process: Process) -> None:
     Raises UserError that names scalar parameters, which FSDP2 cannot shard, and tensors whose
     initial values are set in the model's code only.
     """
-    if process.sums_gradients:
+    if not process.shards_model:  # AdamW needs it; and so one process trains as several do
         own_memory(model.parameters())
+    if process.sums_gradients:
         for tensor in (*model.parameters(), *persistent_buffers(model)):
             broadcast(tensor)
     if not process.shards_model:

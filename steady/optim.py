@@ -372,10 +372,10 @@ class AveragedWeights:
         return self.averages
 
     @torch.no_grad()
-    def update(self, step: int) -> None:
-        """Call after every optimizer step. step: the iteration just done, from 0."""
-        if self.averages and step % AVERAGE_INTERVAL == 0:
-            rate = min(1.0, AVERAGE_POWER * AVERAGE_INTERVAL / (step + 1))
+    def update(self, steps: int) -> None:
+        """Call after every optimizer step. steps: the number of steps so far."""
+        if self.averages and (steps - 1) % AVERAGE_INTERVAL == 0:
+            rate = min(1.0, AVERAGE_POWER * AVERAGE_INTERVAL / steps)
             torch._foreach_lerp_(*self.shards(), rate)
 
     def shards(self) -> tuple[list[Tensor], list[Tensor]]:
@@ -513,11 +513,14 @@ def set_schedule(optimizer: torch.optim.Optimizer, step: int, config: dict[str, 
 
 
 def note_own_rates(optimizer: torch.optim.Optimizer) -> None:
-    """Note the rates of groups that have their own, before a schedule or a resume changes them."""
+    """Note the groups' rates, before a schedule or a resume changes them, if any differs from the
+    optimizer's default. (A rate that equals the default may be meant too.)"""
     default = getattr(optimizer, "defaults", {}).get("lr")
-    for group in optimizer.param_groups:
-        own = group.get("lr")
-        group.setdefault("peak_lr", None if default is None or own == default else own)
+    new = [group for group in optimizer.param_groups if "peak_lr" not in group]
+    known = any(group.get("peak_lr") is not None for group in optimizer.param_groups)
+    own = known or any(group.get("lr") != default for group in new)
+    for group in new:
+        group["peak_lr"] = group.get("lr") if own and default is not None else None
 
 
 def loss_layers(model: nn.Module, setting: str) -> list[LinearCrossEntropy]:

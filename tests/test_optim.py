@@ -217,6 +217,24 @@ def test_the_rate_of_another_optimizer_follows_the_schedule():
         assert optimizer.param_groups[0]["lr"] == rate
 
 
+def test_a_groups_own_rate_may_equal_the_default():
+    """torch's default of 1e-3 was taken for no rate at all."""
+    groups = [{"params": nn.Linear(2, 2).parameters(), "lr": rate} for rate in (1e-3, 1e-4)]
+    optimizer = torch.optim.AdamW(groups)
+    for step, share in (0, 1.0), (5, 0.5):
+        optim.set_schedule(optimizer, step, SCHEDULE)
+        found = [group["lr"] for group in optimizer.param_groups]
+        assert found == pytest.approx([share * 1e-3, share * 1e-4])
+    optimizer.add_param_group({"params": nn.Linear(2, 2).parameters()})
+    optim.set_schedule(optimizer, 5, SCHEDULE)
+    assert optimizer.param_groups[2]["lr"] == pytest.approx(0.5 * 1e-3)
+    optimizer = torch.optim.SGD(nn.Linear(2, 2).parameters())
+    optim.set_schedule(optimizer, 5, SCHEDULE)
+    optimizer.add_param_group({"params": nn.Linear(2, 2).parameters()})
+    optim.set_schedule(optimizer, 5, SCHEDULE)
+    assert [group["lr"] for group in optimizer.param_groups] == [0.25, 0.25]
+
+
 def test_a_scheduler_of_torchs_keeps_its_rates():
     optimizer = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=torch.tensor(0.5))
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.1)
@@ -800,7 +818,7 @@ def test_averaged_weights_forget_the_first_steps_and_leave_the_weights_alone():
     averaged, expected = AveragedWeights(model, True), {}
     for step in range(100):
         take_step(model, opt, step)
-        averaged.update(step)
+        averaged.update(step + 1)
         for name, p in model.named_parameters() if step % 8 == 0 else ():
             old = expected.get(name, p.detach())
             expected[name] = old.lerp(p.detach(), min(1.0, 64 / (step + 1)))

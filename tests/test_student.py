@@ -949,6 +949,62 @@ def test_what_becomes_impossible_to_save_is_left_out(student, sums, tmp_path):
     assert saved["other"] == [1] and saved["iter_num"] == 3
 
 
+def test_a_state_saved_after_an_error_counts_the_step_that_was_taken(student, sums, tmp_path):
+    """It was trained on twice: the error came after opt.step, but before iter_num += 1."""
+    fault = (
+        "        averages.update(iter_num)\n        if init_from == 'scratch': 1 / (iter_num - 2)\n"
+    )
+    arguments = [*SETTINGS, f"--dataset={sums}", "--eval_interval=0"]
+    copy = edited(Edit(train=(("        averages.update(iter_num)\n", fault),)), tmp_path / "copy")
+    with pytest.raises(ZeroDivisionError):
+        student(copy, "train.py", *arguments, f"--out_dir={tmp_path / 'a'}")
+    student(copy, "train.py", *arguments, f"--out_dir={tmp_path / 'a'}", "--init_from=resume")
+    student(ROOT, "train.py", *arguments, f"--out_dir={tmp_path / 'b'}")
+    first, _, last = losses(tmp_path / "b")
+    assert losses(tmp_path / "a") == [first, last]  # the second was not logged
+
+
+def test_a_signal_during_an_evaluation_leaves_no_line_out(student, sums, tmp_path):
+    """`break` skipped the rest of the `with` block, so weights stayed exchanged and were saved."""
+    scale = "                for p in raw_model.parameters(): p.data *= {}\n"
+    edit = Edit(train=(
+        ("                losses = estimate_losses()\n", scale.format(2.0) +
+         "                if (init_from, iter_num) == ('scratch', 2): os.kill(os.getpid(), 15)\n"
+         "                losses = estimate_losses()\n"),
+        ('                        best_val_loss = losses["val_loss"]\n',
+         '                        best_val_loss = losses["val_loss"]\n' + scale.format(0.5)),
+        ("from pathlib", "import os\nfrom pathlib"),
+    ))  # fmt: skip
+    copy = edited(edit, tmp_path / "copy")
+    arguments = [*SETTINGS, f"--dataset={sums}", "--eval_interval=2"]
+    shown = student(copy, "train.py", *arguments, f"--out_dir={tmp_path / 'a'}")
+    assert "stopped at iteration 2" in shown
+    student(copy, "train.py", *arguments, f"--out_dir={tmp_path / 'a'}", "--init_from=resume")
+    student(ROOT, "train.py", *arguments, f"--out_dir={tmp_path / 'b'}")
+    assert losses(tmp_path / "a") == losses(tmp_path / "b")
+
+
+@pytest.mark.parametrize("kind", ["adamw", "SGD"])
+def test_a_parameter_that_is_a_slice_of_another_is_resumed(student, sums, tmp_path, kind):
+    """Loaded in the shared memory of the new model, the second overwrote a part of the first."""
+    edit = Edit((
+        in_gpt("self.small = nn.Linear(8, config.vocab_size, bias=False)"),
+        in_gpt("self.small.weight = nn.Parameter(self.lm_head.weight[:, :8])"),
+        (LOSS, "            small = self.small(x[:, :8]).flatten(0, -2)\n"
+               "            extra = F.cross_entropy(small, targets.flatten())\n"
+               f"{LOSS} + extra"),
+    ), () if kind == "adamw" else (
+        (OPTIMIZER, "opt = torch.optim.SGD(raw_model.parameters(), lr=0.1, momentum=0.9)"),
+    ))  # fmt: skip
+    copy = edited(edit, tmp_path / "copy")
+    arguments = [*SETTINGS, f"--dataset={sums}", "--eval_interval=0"]
+    student(copy, "train.py", *arguments, f"--out_dir={tmp_path / 'a'}", "--max_iters=2",
+            "--lr_decay_iters=3")  # fmt: skip
+    student(copy, "train.py", *arguments, f"--out_dir={tmp_path / 'a'}", "--init_from=resume")
+    student(copy, "train.py", *arguments, f"--out_dir={tmp_path / 'b'}")
+    assert losses(tmp_path / "a") == losses(tmp_path / "b")
+
+
 def test_a_module_that_is_switched_off_stays_off(student, sums, tmp_path):
     """Such as a teacher's dropout. Evaluations, the trial step's too, switched it on again."""
     check = "        assert raw_model.dropout.training and not raw_model.teacher.training\n"
