@@ -163,8 +163,9 @@ def encode_batch(
         problem = piece.problem
         if problem is None:
             try:
-                ids[piece.split] += encode_document(tokenizer, piece)
-                n_bytes[piece.split] += len(piece.text.encode())
+                found, length = encode_document(tokenizer, piece)
+                ids[piece.split] += found
+                n_bytes[piece.split] += length
             except (MemoryError, OSError):  # not the document's fault
                 raise
             except BaseException as error:  # a Rust library's panic is not an Exception
@@ -180,21 +181,27 @@ def encode_batch(
     return {split: found.astype(dtype, copy=False) for split, found in joined.items()}, n_bytes, bad
 
 
-def encode_document(tokenizer: Tokenizer, piece: Piece) -> list[Sequence[int]]:
-    """The ids of a piece, with the begin-of-text and end-of-text tokens at the ends of its text."""
+def encode_document(tokenizer: Tokenizer, piece: Piece) -> tuple[list[Sequence[int]], int]:
+    """The ids of a piece, with the begin-of-text and end-of-text tokens at the ends of its text,
+    and the number of its bytes without these tokens."""
+    n_bytes = len(piece.text.encode())
     if not (piece.before or piece.text or piece.after):  # an empty document
-        return []
+        return [], n_bytes
     pieces = cut_text(tokenizer, [piece.text], piece.before, piece.after)
     encode = getattr(tokenizer, "encode_between", lambda _, text, __: tokenizer.encode(text))
     ids = list(itertools.starmap(encode, pieces))
     if not (piece.before or piece.after or any(map(len, ids))):  # the tokenizer drops all of it
-        return []
+        return [], n_bytes
     begin = [] if tokenizer.begin_of_text is None or piece.before else [tokenizer.begin_of_text]
     end = [] if tokenizer.end_of_text is None or piece.after else [tokenizer.end_of_text]
     if getattr(tokenizer, "special_tokens", False):  # the text may contain them already
-        begin = begin if list(ids[0][:1]) != begin else []
-        end = end if list(ids[-1][-1:]) != end else []
-    return [begin, *ids, end]
+        if begin and list(ids[0][:1]) == begin:
+            n_bytes -= len(tokenizer.decode(begin).encode())
+            begin = []
+        if end and list(ids[-1][-1:]) == end:
+            n_bytes -= len(tokenizer.decode(end).encode())
+            end = []
+    return [begin, *ids, end], n_bytes
 
 
 def write_meta(

@@ -1229,9 +1229,27 @@ def test_ones_own_bpe_is_trained_kept_and_exported(run, tmp_path):
     run("convert.py", f"--out_dir={tmp_path / 'out'}", f"--to={tmp_path / 'to'}")
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "to")
     assert theirs(STORIES[3]).input_ids == kept.encode(STORIES[3]) and theirs.eos_token_id == 0
+    # the export's tokenizer.json has other spaces
+    run("train.py", *TINY, f"--dataset={tmp_path / 'data'}", f"--init_from={tmp_path / 'to'}",
+        f"--out_dir={tmp_path / 'again'}", "--max_iters=1")  # fmt: skip
     with pytest.raises(ValueError, match="unknown tokenizer='bpe:many'.*bpe:SIZE"):
         run("data/text/prepare.py", f"--input={tmp_path / 'a.jsonl'}", "--tokenizer=bpe:many",
             f"--out={tmp_path / 'data'}")  # fmt: skip
+
+
+def test_begin_and_end_tokens_that_a_text_has_already_count_no_bytes(tmp_path):
+    """Equal token files had other bits per byte."""
+    byte_level(["<s>", "</s>"], begin="<s>").save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
+    found = []
+    for form in ("{}", "<s>{}</s>"):
+        rows_file(tmp_path / "a.jsonl", [form.format(f"{story} </s> ü") for story in STORIES])
+        prepare_from_files(tmp_path / "data", f"hf:{tmp_path}", [tmp_path / "a.jsonl"],
+                           special_tokens=True)  # fmt: skip
+        data = tmp_path / "data"
+        files = [(data / f"{split}.bin").read_bytes() for split in ("train", "val")]
+        found.append((files, read_meta(data)["bytes"]))
+    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize("kind", ["byte", "char", "bpe:300"])
@@ -1767,5 +1785,5 @@ def test_f62_a_document_without_ids_leaves_no_separator():
     made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     tokenizer = HFTokenizer(made.to_str(), end_of_text=1)
     for text, expected in ((" \n ", []), ("a", [0, 1])):
-        found = prepare.encode_document(tokenizer, prepare.Piece("train", text, ""))
+        found, _ = prepare.encode_document(tokenizer, prepare.Piece("train", text, ""))
         assert [id for ids in found for id in ids] == expected
