@@ -5,7 +5,7 @@
     torchrun --standalone --nproc_per_node=8 train.py config/train_gpt2.py
     python train.py --help
 
-The settings below are nanoGPT's for GPT-2 (124M). Config files and `--key=value` override them.
+The defaults below follow nanoGPT's for GPT-2 (124M). Config files and `--key=value` override them.
 On Ctrl-C, SIGTERM or a closed terminal a run finishes its step, saves, and prints the command that
 resumes it.
 """
