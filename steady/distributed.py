@@ -419,10 +419,9 @@ def shard(model: nn.Module, process: Process) -> None:
     """
     if not process.shards_model:  # AdamW needs it; and so one process trains as several do
         own_memory(model.parameters())
-    if process.sums_gradients:
-        for tensor in (*model.parameters(), *persistent_buffers(model)):
-            broadcast(tensor)
-    if not process.shards_model:
+        if process.sums_gradients:
+            for tensor in (*model.parameters(), *persistent_buffers(model)):
+                broadcast(tensor)
         return
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 

@@ -126,8 +126,8 @@ def is_same_file(path: Path, opened: int) -> bool:
 def archive_previous_run(out_dir: Path, names: Sequence[str] = FILES) -> None:
     """Move an earlier run's files to a new folder in `out_dir`: `previous`, or if that exists
     `previous-2`, and so on. Keeps only KEPT_ARCHIVES archives: this one and the last others,
-    preferably those with a checkpoint. If only some of the files are moved, which is no new run,
-    all others with a checkpoint stay."""
+    preferably those with a checkpoint. A resume moves only some of the files: then all others
+    with a checkpoint stay."""
     found = [out_dir / name for name in names if (out_dir / name).exists()]
     if not found:
         return

@@ -516,11 +516,10 @@ def note_own_rates(optimizer: torch.optim.Optimizer) -> None:
     """Note the groups' rates, before a schedule or a resume changes them, if any differs from the
     optimizer's default. (A rate that equals the default may be meant too.)"""
     default = getattr(optimizer, "defaults", {}).get("lr")
-    new = [group for group in optimizer.param_groups if "peak_lr" not in group]
-    known = any(group.get("peak_lr") is not None for group in optimizer.param_groups)
-    own = known or any(group.get("lr") != default for group in new)
-    for group in new:
-        group["peak_lr"] = group.get("lr") if own and default is not None else None
+    rates = [group.get("peak_lr", group.get("lr")) for group in optimizer.param_groups]
+    own = default is not None and any(rate not in (None, default) for rate in rates)
+    for group in optimizer.param_groups:
+        group.setdefault("peak_lr", group.get("lr") if own else None)
 
 
 def loss_layers(model: nn.Module, setting: str) -> list[LinearCrossEntropy]:
