@@ -43,6 +43,8 @@ MAX_ROPE_VALUES = 2**28  # 2 GiB of rotary tables
 THREADS = min(8, os.cpu_count() or 1)  # for writing or reading a checkpoint
 ZEROS = bytes(2**20)
 FORMAT = 1  # increase it when the layout of a checkpoint changes
+# model.py as it is now: you may edit it during the run
+MODEL_CODE = zlib.crc32(Path(inspect.getfile(GPTConfig)).read_bytes())
 
 WEIGHTS_ONLY = {  # the keys of best.pt and their types
     "model": dict, "model_config": dict, "tokenizer": dict, "iter_num": int, "best_val_loss": float,
@@ -112,7 +114,8 @@ def save(
     # a model that you have compiled is saved under its own names
     content = {key: getattr(value, "_orig_mod", value) for key, value in content.items()}
     model = content.get("model")
-    content = {"format": FORMAT, "launch": distributed.launch_id()} | as_saved(content)
+    about = {"format": FORMAT, "launch": distributed.launch_id(), "model_code": MODEL_CODE}
+    content = about | as_saved(content)
     for key, value in [*content.items()]:
         try:
             require_plain({key: value}, path)
@@ -459,6 +462,7 @@ def build(
     Raises UserError that names `path` and the mismatch.
     """
     config = architecture(saved, kind, path)
+    note_other_code(saved, path)
     with contextlib.suppress(RuntimeError, NotImplementedError), torch.device("meta"):
         expected = model(config)  # fails if an edited model calls .item()
         fill_empty_buffers(expected, saved["model"])
@@ -466,6 +470,13 @@ def build(
     built = model(config)
     load_weights(built, saved["model"], path)
     return built
+
+
+def note_other_code(saved: dict[str, Any], path: Path) -> None:
+    """Print a note if model.py has changed since the run that saved `path` began: another forward
+    pass may fit the same weights."""
+    if saved.get("model_code", MODEL_CODE) != MODEL_CODE:
+        print(f"note: {path} was saved with another version of model.py")
 
 
 def tokenizer_of(saved: dict[str, Any], path: Path) -> Tokenizer:
@@ -682,6 +693,7 @@ def resume(
     def decide() -> tuple[float, list[str]]:
         """The best loss so far, and the files in the folder that belong to another run."""
         print(f"resuming from {path} at iteration {saved['iter_num']}")
+        note_other_code(saved, path)
         stale_files = []
         best = peek(path.with_name("best.pt"), "iter_num", -1)
         loss = peek(path.with_name("best.pt"), "best_val_loss")

@@ -34,6 +34,17 @@ def sample(run, out, *arguments):
     return run("sample.py", f"--out_dir={out}", "--device=cpu", "--max_new_tokens=12", *arguments)
 
 
+def test_another_model_py_than_the_runs_is_noted(run, sums, tmp_path, monkeypatch):
+    monkeypatch.setattr(checkpoint, "MODEL_CODE", 1)
+    train = ["train.py", *TINY, f"--dataset={sums}", f"--out_dir={tmp_path}", "--max_iters=1"]
+    run(*train)
+    sample = ["sample.py", f"--out_dir={tmp_path}", "--max_new_tokens=1", "--device=cpu"]
+    assert "note:" not in run(*sample)
+    monkeypatch.undo()
+    assert "was saved with another version of model.py" in run(*sample)
+    assert run(*train, "--init_from=resume").count("another version of model.py") == 1
+
+
 def test_f40_the_checkpoint_carries_its_tokenizer(run, trained):
     shown = sample(run, trained, "--start=12+34=", "--num_samples=3")
     parts = shown.split("---------------\n")[:-1]
