@@ -15,7 +15,7 @@ def tiny_shakespeare(local: str = "") -> str:
     """Read the text (1.1 million characters) from `local`, or download and verify it."""
     if local:
         try:
-            return Path(local).read_text(encoding="utf-8")
+            return Path(local).read_text(encoding="utf-8-sig")
         except (OSError, UnicodeDecodeError) as error:
             raise UserError(f"cannot read --input={local}: {error}") from None
     try:

@@ -298,6 +298,7 @@ def prepare_hub_dataset(namespace: dict[str, Any]) -> None:
             num_proc=num_proc if num_proc > 1 and not streaming else None,
         ).select_columns("text")
     except Exception as error:  # the hub's libraries raise many types
+        error = error.__cause__ or error
         reason = " ".join(str(error).split()) or type(error).__name__
         raise UserError(
             f"cannot load {path} ({shown(reason)}): connect to the Hugging Face hub, choose a "

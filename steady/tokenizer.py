@@ -382,7 +382,8 @@ def encode_prompt(tokenizer: Tokenizer, text: str) -> list[int]:
         ids = parts[0] + [id for part in parts[1:] for id in (end, *part)]
     if begin is not None:
         # text that encodes to it, such as a line feed
-        ordinary = isinstance(tokenizer, HFTokenizer) and tokenizer.makes(begin, text)
+        plain = isinstance(tokenizer, HFTokenizer) and not tokenizer.special_tokens
+        ordinary = plain and tokenizer.makes(begin, text)
         ids = ids if ids[:1] == [begin] and not ordinary else [begin, *ids]
     if not ids and end is None:
         raise UserError("it is empty: give the model at least one character to continue")

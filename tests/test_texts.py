@@ -208,6 +208,13 @@ def test_f61_a_line_feed_that_begins_all_texts_is_no_less_text(tmp_path):
     assert encode_prompt(found, "<s>a") == encode_prompt(found, "a") == [1, *found.encode("a")]
 
 
+def test_f61_prompts_begin_as_documents_do_if_both_spell_special_tokens():
+    content = byte_level(["</s>", "<s>"]).to_str()
+    found = HFTokenizer(content, 0, begin_of_text=1, special_tokens=True)
+    document, _ = prepare.encode_document(found, textfiles.Piece("train", "<s>a", ""))
+    assert encode_prompt(found, "<s>a") == [id for ids in document[:-1] for id in ids]
+
+
 def test_f61_templates_with_several_tokens_are_refused_and_odd_names_kept(tmp_path):
     special = ["<begin of text>", "<bos:1>", "$A", "</s>"]
     tokenizer = byte_level(special)
