@@ -60,11 +60,6 @@ class Process(NamedTuple):
         return self.rank == 0
 
     @property
-    def sums_gradients(self) -> bool:
-        """ddp: every process holds the whole model, and an all-reduce sums the gradients."""
-        return self.world_size > 1 and self.parallel == "ddp"
-
-    @property
     def shards_model(self) -> bool:
         """fsdp: every process holds a shard of every weight."""
         return self.world_size > 1 and self.parallel == "fsdp"
@@ -391,7 +386,7 @@ def sum_gradients(
         return
     for buffer in persistent_buffers(model):
         broadcast(buffer)
-    if not process.sums_gradients:
+    if process.shards_model:
         return
     groups = optimizer.param_groups if optimizer else []
     found = dict.fromkeys([*model.parameters(), *(p for group in groups for p in group["params"])])
@@ -421,7 +416,7 @@ def shard(model: nn.Module, process: Process) -> None:
     """
     if not process.shards_model:  # AdamW needs it; and so one process trains as several do
         own_memory(model.parameters())
-        if process.sums_gradients:
+        if process.world_size > 1:
             for tensor in (*model.parameters(), *persistent_buffers(model)):
                 broadcast(tensor)
         return
