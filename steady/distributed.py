@@ -437,7 +437,6 @@ def shard(model: nn.Module, process: Process) -> None:
         modules[0].set_gradient_divide_factor(1.0)  # sum: the losses are already divided
         modules[0].set_force_sum_reduction_for_comms(True)  # gloo supports only sums
     named = [*model.named_parameters(), *model.named_buffers()]
-    named = [(name, tensor) for name, tensor in named if tensor.is_floating_point()]
     refuse([n for n, t in named if local_shards([t])[0].isnan().any()], SET_VALUES)
 
 
