@@ -318,7 +318,7 @@ with saving:  # from here on a signal ends the run after its step; before, at on
         if sample_interval and iter_num > 0 and iter_num % sample_interval == 0:
             with log.paused():
                 sample = sample_while_training(raw_model, data, val_file, autocast, seed)
-                log.sample(iter_num, sample)
+                log.line(f"iter {iter_num:6d} | sample: {sample!r}")
         if finished or eval_only:
             break
 

@@ -138,10 +138,6 @@ class RunLog:
             "tokens_per_s": tokens_per_s, "mfu": mfu, "memory_gib": memory_gib,
         } | resumed)  # fmt: skip
 
-    def sample(self, iter_num: int, text: str) -> None:
-        """Print a sample."""
-        self.line(f"iter {iter_num:6d} | sample: {text!r}")
-
     def waiting(self, batches: Iterable, n_batches: float, what: str) -> Iterable:
         """`batches`, with a progress bar if they take long."""
         return output.waiting(batches, math.ceil(n_batches), what, self.quiet, unit="batch")
