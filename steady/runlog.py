@@ -16,7 +16,7 @@ from typing import Any
 
 from configurator import architecture_note, read_settings
 from steady import UserError, hardware, output
-from steady.distributed import SINGLE_PROCESS, Process
+from steady.distributed import Process
 from steady.folder import atomic_write, hold_lock, require_file
 from steady.optim import schedule_note
 
@@ -35,7 +35,7 @@ class RunLog:
         self.path, self.quiet = out_dir / "metrics.jsonl", quiet
         self.keeps_metrics = not (quiet or config.get("eval_only"))
         self.lost = False  # whether the last entry could not be written, or only a part of it
-        self.began, self.process = time.monotonic(), SINGLE_PROCESS
+        self.began = time.monotonic()
         if self.keeps_metrics:
             # a run evaluates at its end; extending it repeats that evaluation only if one is due
             interval = config.get("eval_interval", 0)
