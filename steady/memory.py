@@ -200,8 +200,7 @@ def undone(model: nn.Module, optimizer: Any) -> Iterator[None]:
             elif not torch.equal(buffer, old):
                 buffer.detach().copy_(old)
         for module, name in empty:
-            if module._buffers.get(name) is not None:
-                module._buffers[name] = None
+            module._buffers[name] = None
 
 
 def is_out_of_memory(error: BaseException) -> bool:
