@@ -24,7 +24,6 @@ from steady.distributed import Process
 # where uncompiled code takes up to 1.7 times the estimate
 SAFETY_MARGIN, CPU_MARGIN = 0.8, 0.5
 
-OUT_OF_MEMORY = "out of memory"
 # the messages of GPUs, their libraries, and CPUs
 OUT_OF_MEMORY_WORDS = "out of memory|ALLOC_FAILED|can't allocate memory|not enough memory|bad_alloc"
 
@@ -117,25 +116,23 @@ def fit(
 
     lines, reason = [], "too little memory (estimated)"
     while sizes:
-        model, failure = None, ""
+        model, failed, broken = None, False, ""
         try:
             model = trial(sizes[0])
         except Exception as error:
-            if is_out_of_memory(error):
-                failure = OUT_OF_MEMORY
-            # with fsdp the other processes wait in a collective, so there is no second try
-            elif not plan.compiled or process.shards_model:
-                raise
-            else:
+            failed = True
+            if not is_out_of_memory(error):
+                # with fsdp the other processes wait in a collective, so there is no second try
+                if not plan.compiled or process.shards_model:
+                    raise
                 message = str(error).partition("Set TORCHDYNAMO_VERBOSE")[0].rstrip()
-                failure = f"{type(error).__name__}: {message}"
-        if not (failure if process.shards_model else distributed.any_process(bool(failure))):
+                broken = f"{type(error).__name__}: {message}"
+        if not (failed if process.shards_model else distributed.any_process(failed)):
             break
         del model
         release()
-        broken = failure not in ("", OUT_OF_MEMORY)
-        if not process.shards_model and distributed.any_process(broken):  # try it uncompiled
-            plan.fall_back(failure if broken else "it failed in another process")
+        if not process.shards_model and distributed.any_process(bool(broken)):  # uncompiled
+            plan.fall_back(broken or "it failed in another process")
             lines.append(
                 "warning: not compiled (--compile=False skips compiling), because compiling fails "
                 f"here: {plan.obstacle}"
