@@ -98,8 +98,7 @@ def fit(
     every_size = batch_sizes(config["batch_size"], sequences // process.world_size)
     available_gib = hardware.available_memory_gib(process.device)
     available_gib = min(distributed.gather_objects(process, available_gib))
-    # On a GPU, skip only hopeless sizes, to save the time to compile them. There is no second try
-    # with fsdp, nor on a CPU, whose system hands out memory that it does not have.
+    # on a GPU with a second try, skip only hopeless sizes, to save the time to compile them
     on_gpu = process.device.type == "cuda"
     margin = SAFETY_MARGIN if on_gpu else CPU_MARGIN
     limit = (2.0 if on_gpu and not process.shards_model else margin) * available_gib
