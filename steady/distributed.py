@@ -39,6 +39,8 @@ from steady.recompute import repeated_blocks
 
 NAMES = ("out_dir", "wandb_project", "wandb_run_name")  # settings that do not affect training
 PARAMS_PER_GROUP = 2**27  # fsdp's limit, unless a single block is larger
+TIMEOUT_MINUTES = 5.0  # minutes without an answer before a process counts as hung
+SET_VALUES = "set their initial values in their module's reset_parameters()"  # fsdp's remedy
 
 # the number of processes, set by launchers other than torchrun
 SLURM_SIZES = ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")  # of the step, else of the whole job
@@ -340,9 +342,6 @@ def all_reduce_sum(tensor: Tensor) -> Tensor:
     return tensor
 
 
-TIMEOUT_MINUTES = 5.0  # minutes without an answer before a process counts as hung
-
-
 def set_timeout(minutes: float | None = None) -> None:
     """Set the timeout for communication, so that a hanging process ends the run. Before the
     training loop, torch's own timeouts apply: 10 minutes with NCCL, 30 with gloo."""
@@ -438,9 +437,6 @@ def shard(model: nn.Module, process: Process) -> None:
         modules[0].set_force_sum_reduction_for_comms(True)  # gloo supports only sums
     named = [*model.named_parameters(), *model.named_buffers()]
     refuse([n for n, t in named if local_shards([t])[0].isnan().any()], SET_VALUES)
-
-
-SET_VALUES = "set their initial values in their module's reset_parameters()"
 
 
 def refuse(names: list[str], remedy: str) -> None:
