@@ -86,9 +86,8 @@ def require_file(path: Path) -> None:
     never end. (The same goes for some files in /proc, which look regular.) Also raises it for what
     `git clone` leaves in place of a large file if Git LFS is not installed."""
     if path.exists() and (not path.is_file() or str(path.resolve()).startswith("/proc/k")):
-        raise UserError(
-            f"{path} is a {'folder' if path.is_dir() else 'device or pipe'}, not a file"
-        )
+        kind = "folder" if path.is_dir() else "device or pipe"
+        raise UserError(f"{path} is a {kind}, not a file")
     with contextlib.suppress(OSError), open(path, "rb") as file:
         if file.read(len(LFS_POINTER)) == LFS_POINTER:
             raise UserError(f"{path} is only a pointer to the file: run `git lfs pull` there")

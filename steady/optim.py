@@ -480,10 +480,8 @@ def schedule_note(config: dict[str, Any]) -> str | None:
     if warmup >= iterations:
         why = f"warm-up takes {warmup} iterations, but the run ends at"
     share = f"{last / peak:.0%}" if last >= 0.01 * peak else f"{last / peak:.1%}"
-    return (
-        f"note: {why} {iterations}: the learning rate ends at {share} of its peak; use "
-        + " ".join(flags)
-    )
+    note = f"note: {why} {iterations}: the learning rate ends at {share} of its peak; use "
+    return note + " ".join(flags)
 
 
 def decay_start(config: dict[str, Any]) -> int | None:
