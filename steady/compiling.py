@@ -64,8 +64,7 @@ def plan(compile: bool, mode: str, device: torch.device) -> Plan:
     for the driver if necessary."""
     # Our loss is a custom autograd function. By default torch does not cache graphs that contain
     # one, so every start would trace and partition it (13 s instead of 4 for GPT-2 on an H200).
-    if hasattr(functorch_config, "autograd_cache_allow_custom_autograd_functions"):
-        functorch_config.autograd_cache_allow_custom_autograd_functions = True
+    functorch_config.autograd_cache_allow_custom_autograd_functions = True
     # Allow two backward passes through a loss (torch.autograd.grad with retain_graph=True).
     functorch_config.donated_buffer = False
     # Before it compiles for a CPU, torch builds four programs with all of its vector headers to see
