@@ -423,15 +423,14 @@ def shard(model: nn.Module, process: Process) -> None:
 
     scalars = [name for name, p in model.named_parameters() if p.dim() == 0]
     refuse(scalars, "give scalar parameters the shape (1,)")
-    groups = fsdp_groups(model)
-    on_rank0_first(process, lambda: require_initial_values(model, groups))
+    on_rank0_first(process, lambda: require_initial_values(model))
     policy = MixedPrecisionPolicy(
         param_dtype=None if process.dtype == torch.float32 else process.dtype,
         reduce_dtype=torch.float32,
         cast_forward_inputs=False,  # the rotary tables stay in float32
     )
     mesh = dist.init_device_mesh(process.device.type, (process.world_size,))
-    for modules in initialized_groups(model, groups, process.device):
+    for modules in initialized_groups(model, process.device):
         fully_shard(modules, mesh=mesh, mp_policy=policy)
         modules[0].set_gradient_divide_factor(1.0)  # sum: the losses are already divided
         modules[0].set_force_sum_reduction_for_comms(True)  # gloo supports only sums
@@ -457,13 +456,11 @@ def fsdp_groups(model: nn.Module) -> list[list[nn.Module]]:
     return [*(blocks[i : i + n] for i in range(0, len(blocks), n)), [model]]
 
 
-def initialized_groups(
-    model: nn.Module, groups: list[list[nn.Module]], device: torch.device
-) -> Iterator[list[nn.Module]]:
-    """Yield each of the `groups` of a model on the meta device, once its tensors are on `device`
-    with their initial values."""
+def initialized_groups(model: nn.Module, device: torch.device) -> Iterator[list[nn.Module]]:
+    """Yield each of the `fsdp_groups` of a model on the meta device, once its tensors are on
+    `device` with their initial values."""
     undrawn = list(getattr(model, "draws", ()))
-    for modules in groups:
+    for modules in fsdp_groups(model):
         for module in modules:
             materialize(module, device)
         for name in [name for name in undrawn if not model.get_parameter(name).is_meta]:
@@ -472,8 +469,8 @@ def initialized_groups(
         yield modules
 
 
-def require_initial_values(model: nn.Module, groups: list[list[nn.Module]]) -> None:
-    """Raises UserError that names parameters that several groups share, or tensors of a model on
+def require_initial_values(model: nn.Module) -> None:
+    """Raises UserError that names parameters that several blocks share, or tensors of a model on
     the meta device that would not get the initial values from the model's code.
 
     The meta device stores no values. So this builds a small model of the same class with and
@@ -481,15 +478,16 @@ def require_initial_values(model: nn.Module, groups: list[list[nn.Module]]) -> N
     starts from the same seed, their order does not matter, and all values must be equal up to
     rounding.
     """
-    owners = [{*block.parameters()} for blocks in groups[:-1] for block in blocks]
-    inside = {module for blocks in groups[:-1] for block in blocks for module in block.modules()}
+    blocks = repeated_blocks(model)
+    owners = [{*block.parameters()} for block in blocks]
+    inside = {module for block in blocks for module in block.modules()}
     others = [module for module in model.modules() if module not in inside]
     owners.append({p for module in others for p in module.parameters(recurse=False)})
     shared = [n for n, p in model.named_parameters() if sum(p in own for own in owners) > 1]
     refuse(shared, "do not share parameters across blocks")
     config = model.config
     drawn = {model.get_parameter(name) for name in getattr(model, "draws", ())}
-    kinds = [kind_of_block(block, drawn) for block in repeated_blocks(model)]
+    kinds = [kind_of_block(block, drawn) for block in blocks]
     if is_dataclass(config) and hasattr(config, "n_layer"):
         n = min(config.n_layer, max([2, *(kinds.index(kind) + 1 for kind in kinds)]))
         meta = torch.device("meta")
@@ -500,7 +498,7 @@ def require_initial_values(model: nn.Module, groups: list[list[nn.Module]]) -> N
             expected = type(model)(config)
         with torch.device("meta"):
             found = type(model)(config)
-        for _ in initialized_groups(found, fsdp_groups(found), torch.device("cpu")):
+        for _ in initialized_groups(found, torch.device("cpu")):
             pass
     theirs = dict([*expected.named_parameters(), *expected.named_buffers()])
     ours = [*found.named_parameters(), *found.named_buffers()]

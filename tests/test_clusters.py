@@ -425,16 +425,15 @@ def test_f79_values_that_fsdp_does_not_know_are_refused_by_name(name):
     with torch.device("meta"):
         model = Student(config)
     state = torch.get_rng_state()
-    groups = distributed.fsdp_groups(model)
     if message is None:
-        distributed.require_initial_values(model, groups)
+        distributed.require_initial_values(model)
         assert torch.equal(state, torch.get_rng_state())
-        for _ in distributed.initialized_groups(model, groups, torch.device("cpu")):
+        for _ in distributed.initialized_groups(model, torch.device("cpu")):
             pass
         assert not any(t.isnan().any() for t in model.state_dict().values())
     else:
         with pytest.raises(UserError, match=message):
-            distributed.require_initial_values(model, groups)
+            distributed.require_initial_values(model)
 
 
 def test_f79_values_may_be_rounded_differently(monkeypatch):
@@ -448,7 +447,7 @@ def test_f79_values_may_be_rounded_differently(monkeypatch):
     config = GPTConfig(block_size=8, vocab_size=64, n_layer=3, n_head=2, n_embd=16)
     with torch.device("meta"):
         model = GPT(config)
-    distributed.require_initial_values(model, distributed.fsdp_groups(model))
+    distributed.require_initial_values(model)
     other = torch.ones(3)
     counted = torch.arange(16384.0)
     assert not distributed.equal_up_to_rounding(counted, counted + 1)
@@ -461,7 +460,7 @@ def test_f79_values_may_be_rounded_differently(monkeypatch):
     assert distributed.equal_up_to_rounding(half, next_half)
 
 
-def test_f79_meta_weights_are_drawn_as_others_are():
+def test_f79_meta_weights_are_drawn_as_others_are(monkeypatch):
     config = GPTConfig(block_size=8, vocab_size=64, n_layer=3, n_head=2, n_embd=16)
     torch.manual_seed(5)
     expected = GPT(config)
@@ -469,7 +468,8 @@ def test_f79_meta_weights_are_drawn_as_others_are():
     with torch.device("meta"):
         model = GPT(config)
     groups = [[model.blocks[2]], [model.blocks[0]], [model]]  # in any order
-    for _ in distributed.initialized_groups(model, groups, torch.device("cpu")):
+    monkeypatch.setattr(distributed, "fsdp_groups", lambda model: groups)
+    for _ in distributed.initialized_groups(model, torch.device("cpu")):
         pass
     assert model.lm_head.weight is model.token_embedding.weight
     for name, tensor in [*expected.named_parameters(), *expected.named_buffers()]:
