@@ -116,11 +116,21 @@ class Muon(AdamW):
         """As in torch's Optimizer; AdamW's looks for a "step" in every state."""
         torch.optim.Optimizer.__setstate__(self, state)
 
+    def stacks(self, parameters: list[nn.Parameter]) -> Iterator[tuple[list[nn.Parameter], int]]:
+        """Yield parameters of one shape and dtype, as many as are updated at once, and rows per
+        head or 0."""
+        kinds: dict[tuple[torch.Size, torch.dtype, int], list[nn.Parameter]] = {}
+        for p in parameters:
+            kinds.setdefault((p.shape, p.dtype, self.head_dims.get(p, 0)), []).append(p)
+        for (shape, _, head_dim), alike in kinds.items():
+            n = max(1, MUON_ELEMENTS // max(1, shape.numel()))
+            yield from ((alike[i : i + n], head_dim) for i in range(0, len(alike), n))
+
     def stack_momenta(self) -> None:
         """Keep the momenta of matrices that are updated together in one tensor, so that updates
         need not copy them."""
         whole = [p for p in self.muon_group["params"] if not is_sharded(p)]
-        for parameters, _ in stacks_of(whole, self.head_dims):
+        for parameters, _ in self.stacks(whole):
             momenta = torch.stack([self.state[p]["momentum"] for p in parameters])
             for parameter, momentum in zip(parameters, momenta, strict=True):
                 self.state[parameter]["momentum"] = momentum
@@ -147,7 +157,7 @@ class Muon(AdamW):
         divisor, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         divisor = torch.ones_like(lr) if divisor is None else divisor
         usable = torch.ones_like(lr) if found_inf is None else 1.0 - found_inf.to(lr.dtype)
-        for parameters, head_dim in stacks_of(used, self.head_dims):
+        for parameters, head_dim in self.stacks(used):
             weights = local_shards([p.data for p in parameters])
             gradient = torch.stack(local_shards([p.grad for p in parameters]))
             gradient = -gradient if group["maximize"] else gradient
@@ -179,19 +189,6 @@ def stacked(tensors: list[Tensor]) -> Tensor:
         if own == slices:
             return whole
     return torch.stack(tensors)
-
-
-def stacks_of(
-    parameters: list[nn.Parameter], head_dims: dict[nn.Parameter, int]
-) -> Iterator[tuple[list[nn.Parameter], int]]:
-    """Yield parameters of one shape and dtype, as many as Muon updates at once, and rows per head
-    or 0."""
-    kinds: dict[tuple[torch.Size, torch.dtype, int], list[nn.Parameter]] = {}
-    for p in parameters:
-        kinds.setdefault((p.shape, p.dtype, head_dims.get(p, 0)), []).append(p)
-    for (shape, _, head_dim), members in kinds.items():
-        n = max(1, MUON_ELEMENTS // max(1, shape.numel()))
-        yield from ((members[i : i + n], head_dim) for i in range(0, len(members), n))
 
 
 def build_optimizer(

@@ -756,7 +756,7 @@ def test_muons_states_need_no_copies_and_may_have_them():
             if i == 2:  # only some, and in another order
                 matrices.reverse()
                 matrices[0].grad = None
-            stacks = optim.stacks_of(matrices, optimizer.head_dims)
+            stacks = optimizer.stacks(matrices)
             momenta = [[optimizer.state[p]["momentum"] for p in stack] for stack, _ in stacks]
             copied = [optim.stacked(parts) is not parts[0]._base for parts in momenta]
             if i == 0:
@@ -790,7 +790,7 @@ def test_matrices_in_several_stacks_move_as_in_one(monkeypatch):
         models.append(tiny())
         optimizer = muon_for(models[-1])
         take_step(models[-1], optimizer)
-    assert len(list(optim.stacks_of(optimizer.muon_group["params"], {}))) > 5
+    assert len(list(optimizer.stacks(optimizer.muon_group["params"]))) > 5
     for a, b in zip(*(model.parameters() for model in models), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
 
