@@ -167,20 +167,15 @@ class GPT2Tokenizer:
             ) from None
 
     def encode(self, text: str) -> list[int]:
-        if self.special_tokens and "<|endoftext|>" in text:
-            parts = [self.encode_text(part) for part in text.split("<|endoftext|>")]
-            return parts[0] + [i for part in parts[1:] for i in (self.end_of_text, *part)]
-        return self.encode_text(text)
+        return np.asarray(self.encode_between("", text, "")).tolist()
 
     def encode_between(self, before: str, text: str, after: str) -> Sequence[int]:
-        if self.special_tokens or len(text) >= 2 * PIECE:
-            return self.encode(text)
-        # the ids as an array: threads would wait for each other to make lists
-        return self.encoding.encode_to_numpy(text, disallowed_special=())
-
-    def encode_text(self, text: str) -> list[int]:
+        if self.special_tokens and "<|endoftext|>" in text:
+            parts = [self.encode(part) for part in text.split("<|endoftext|>")]
+            return parts[0] + [i for part in parts[1:] for i in (self.end_of_text, *part)]
         if len(text) < 2 * PIECE:
-            return self.encoding.encode_ordinary(text)
+            # the ids as an array: threads would wait for each other to make lists
+            return self.encoding.encode_to_numpy(text, disallowed_special=())
         # tiktoken's own word search panics on half a million spaces or more (tiktoken#15)
         import regex  # a dependency of tiktoken
 
