@@ -737,9 +737,8 @@ def same_tokenizer(one: dict[str, Any], other: dict[str, Any]) -> bool:
     """Whether two `meta()` give the same ids for the same documents."""
     keys = ("tokenizer", "alphabet", "begin_of_text", "end_of_text")
     one, other = ({"tokenizer": "gpt2"} | meta for meta in (one, other))  # as in `from_meta`
-    jsons = [meta.get("json", "null") for meta in (one, other)]
-    if jsons[0] != jsons[1]:  # they may differ in spaces: exports have line feeds
-        jsons = list(map(json.loads, jsons))
+    # texts of JSON may differ in spaces: exports have line feeds
+    jsons = [json.loads(meta.get("json", "null")) for meta in (one, other)]
     return jsons[0] == jsons[1] and all(one.get(key) == other.get(key) for key in keys)
 
 
