@@ -367,9 +367,7 @@ def prepare_from_files(
         some = itertools.islice(texts("reading text for the tokenizer"), 0, None, every)
         chosen = train_bpe(some, int(bpe[1]))
     else:
-        alphabet: set[str] = set()
-        for text in texts("reading characters"):
-            alphabet.update(text)
+        alphabet = set(itertools.chain.from_iterable(texts("reading characters")))
         # a single text file is one long document, as nanoGPT's data sets are
         several = len(paths) > 1 or textfiles.unpacked_suffix(paths[0]) in textfiles.ROWS
         chosen = CharTokenizer("".join(sorted(alphabet)), ends=several)
