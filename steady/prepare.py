@@ -327,7 +327,7 @@ def prepare_hub_dataset(namespace: dict[str, Any]) -> None:
 
 
 def prepare_from_files(
-    folder: str | Path,
+    folder: Path,
     tokenizer: str,
     paths: list[Path],
     column: str = "text",
@@ -343,7 +343,6 @@ def prepare_from_files(
     Raises UserError for a file that cannot be read and, unless `skip_bad_rows`, for the first row
     without text.
     """
-    folder = Path(folder)
     refuse_foreign_files(folder)
     for path in paths:
         textfiles.check_start(path)
