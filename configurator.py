@@ -86,7 +86,8 @@ KNOWN = {*CHOICES, *(name for _, _, names in RANGES for name in names), "out_dir
          "init_from", "device", "compile", "decay_lr", "eval_only", "wandb_log", "wandb_project",
          "wandb_run_name", "fp8", "average_weights", "always_save_checkpoint"}  # fmt: skip
 ARITHMETIC = {f.__name__: f for f in (abs, float, int, max, min, round, str)}  # for defaults
-NUMBERS = {int: numbers.Integral, float: numbers.Real}  # numbers of these types are converted
+# values of these types are converted to the setting's
+NEAR = {int: numbers.Integral, float: numbers.Real, list: list | tuple, tuple: list | tuple}
 SHARED = ("out_dir", "seed", "device", "dtype")  # sample.py takes them from a training config
 PATHS = ("out_dir", "dataset", "init_from", "to", "input", "out", "data")  # may begin with ~/
 
@@ -329,13 +330,11 @@ def parse(text: str, kind: type) -> Any:
 
 
 def check(setting: Setting, value: Any, where: str) -> Any:
-    """Return `value` if it has the setting's type, or is a number that can become one."""
+    """Return `value` if it has the setting's type, or convert it if its type is near."""
     kind = type(setting.default)
     if type(value) is kind or setting.default is None:
         return value
-    if kind in (list, tuple) and isinstance(value, list | tuple):
-        return kind(value)
-    if isinstance(value, NUMBERS.get(kind, ())) and not isinstance(value, bool):
+    if isinstance(value, NEAR.get(kind, ())) and not isinstance(value, bool):
         with contextlib.suppress(OverflowError):  # 10**400 is no float
             return kind(value)
     raise UserError(f"{where} takes a value of type {kind.__name__}, not {reprlib.repr(value)}")
