@@ -393,9 +393,8 @@ def nearest(key: str, settings: dict[str, Setting]) -> str:
 
 def describe(settings: dict[str, Setting], script: str, positional: str, about: str = "") -> str:
     """The text of `--help`: every setting with its default and comment, by section."""
-    lines = [
-        f"usage: python {script} {f'[{positional} ...] ' if positional else ''}[--key=value ...]"
-    ]
+    files = f"[{positional} ...] " if positional else ""
+    lines = [f"usage: python {script} {files}[--key=value ...]"]
     lines += ["", *textwrap.wrap(about, 80)] if about else []
     for section in dict.fromkeys(setting.section for setting in settings.values()):
         lines += ["", section] if section else [""]
