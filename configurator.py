@@ -33,7 +33,7 @@ from typing import Any, NamedTuple
 
 from steady import UserError, visible
 from steady.folder import require_file
-from steady.output import open_closed_streams
+from steady.output import name_missing_package, open_closed_streams
 
 HERE = Path(__file__).parent
 CONFIGS = HERE / "config"
@@ -432,4 +432,4 @@ def one_line_errors(kind: type[BaseException], error: BaseException, trace: Any)
     elif kind is KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
     else:
-        sys.__excepthook__(kind, error, trace)
+        name_missing_package(kind, error, trace)

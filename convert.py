@@ -153,10 +153,8 @@ def read_pretrained(source: str) -> Pretrained:
     """
     model_config = read_model_config(find_folder(source, ["*.json"]))  # small files first
     folder = find_folder(source, ["*.json", "*.jinja", f"{TEMPLATES}/*", "model*.safetensors"])
-    try:
-        from safetensors.torch import load_file
-    except ImportError:
-        raise UserError("pretrained weights need safetensors: pip install safetensors") from None
+    from safetensors.torch import load_file
+
     # some repositories have a second copy (consolidated.safetensors) with other weight names
     files = sorted(folder.glob("model*.safetensors")) or sorted(folder.glob("*.safetensors"))
     if not files:
@@ -347,13 +345,9 @@ def llama_logits(weights: dict[str, Tensor], config: GPTConfig, tokens: Tensor) 
 def write_pretrained(saved: dict[str, Any], folder: Path, dtype: torch.dtype) -> None:
     """Write a checkpoint's model and tokenizer for transformers, as a Llama or (with QK-norm) as a
     Qwen3."""
-    try:
-        import tokenizers  # noqa: F401 (needed below)
-        from safetensors.torch import save_file
-    except ImportError:
-        raise UserError(
-            "exporting needs safetensors and tokenizers: pip install safetensors tokenizers"
-        ) from None
+    import tokenizers  # noqa: F401 (needed below)
+    from safetensors.torch import save_file
+
     ours = GPTConfig(**saved["model_config"])
     kind = "Qwen3" if ours.qk_norm else "Llama"
     tokenizer = from_meta(saved["tokenizer"])

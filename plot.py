@@ -40,14 +40,11 @@ png += "" if Path(png).suffix else ".png"
 
 if not paths:
     raise UserError("no runs given: use python plot.py OUT_DIR [OUT_DIR ...]")
-try:
-    os.environ["MPLBACKEND"] = "Agg"
-    import matplotlib
+os.environ["MPLBACKEND"] = "Agg"
+import matplotlib
 
-    matplotlib.rcParams["text.parse_math"] = False  # a run's name may contain a dollar sign
-    from matplotlib import pyplot
-except ImportError:
-    raise UserError("plotting needs matplotlib: pip install matplotlib") from None
+matplotlib.rcParams["text.parse_math"] = False  # a run's name may contain a dollar sign
+from matplotlib import pyplot
 
 
 def read_runs(path: Path) -> list[dict[str, Any]]:

@@ -69,10 +69,14 @@ class SafeStream(io.FileIO):
 
 
 def name_missing_package(kind: type[BaseException], error: BaseException, trace: Any) -> None:
-    """An excepthook until configure() installs its own: a missing torch or numpy is one line."""
-    if isinstance(error, ModuleNotFoundError) and error.name in ("torch", "numpy"):
+    """An excepthook until configure() installs its own, which calls it: a missing package is one
+    line."""
+    name = error.name if isinstance(error, ModuleNotFoundError) else None
+    if name in ("tokenizers", "safetensors", "matplotlib"):  # not in requirements.txt
+        print(f"error: this needs {name}: pip install {name}", file=sys.stderr)
+    elif name in ("torch", "numpy"):
         print(
-            f"error: this Python ({sys.executable}) has no {error.name}: activate the environment "
+            f"error: this Python ({sys.executable}) has no {name}: activate the environment "
             "(after make demo: source .venv/bin/activate), or pip install -r requirements.txt",
             file=sys.stderr,
         )

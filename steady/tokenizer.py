@@ -204,12 +204,7 @@ class HFTokenizer:
         stop_tokens: Sequence[int] = (),
         special_tokens: bool = False,
     ):
-        try:
-            self.tokenizer = plain_tokenizer(content)
-        except ImportError:
-            raise UserError("this tokenizer needs tokenizers: pip install tokenizers") from None
-        except Exception as error:
-            raise UserError(f"this is not a tokenizer.json: {error}") from None
+        self.tokenizer = plain_tokenizer(content)
         self.content, self.end_of_text, self.begin_of_text = content, end_of_text, begin_of_text
         ends = [] if end_of_text is None else [end_of_text]
         self.stop_tokens = list(dict.fromkeys([*ends, *stop_tokens]))
@@ -307,7 +302,10 @@ def plain_tokenizer(content: str) -> Any:
     set them, for a model's inputs."""
     from tokenizers import Tokenizer
 
-    tokenizer = Tokenizer.from_str(content)
+    try:
+        tokenizer = Tokenizer.from_str(content)
+    except Exception as error:
+        raise UserError(f"this is not a tokenizer.json: {error}") from None
     tokenizer.no_truncation()
     tokenizer.no_padding()
     if getattr(tokenizer.model, "dropout", None):
@@ -388,10 +386,8 @@ def encode_prompt(tokenizer: Tokenizer, text: str) -> list[int]:
 def train_bpe(texts: Iterable[str], vocab_size: int) -> HFTokenizer:
     """Train a byte-level BPE of `vocab_size` tokens, like GPT-2's, on `texts`. Token 0 is
     <|endoftext|>."""
-    try:
-        from tokenizers import ByteLevelBPETokenizer
-    except ImportError:
-        raise UserError("bpe:SIZE needs tokenizers: pip install tokenizers") from None
+    from tokenizers import ByteLevelBPETokenizer
+
     if not 257 <= vocab_size <= 2**20:
         raise UserError(f"bpe:{vocab_size} must be from 257 (bytes and end of text) to 2**20")
     tokenizer = ByteLevelBPETokenizer()
