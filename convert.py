@@ -31,7 +31,7 @@ from model import GPT, GPTConfig
 from steady import UserError, checkpoint, distributed
 from steady.checkpoint import Start
 from steady.dataloader import DataSet
-from steady.folder import atomic_write, require_file
+from steady.folder import atomic_write, naming, require_file
 from steady.generate import logits_of, probe_tokens, same_logits
 from steady.hardware import choose_dtype
 from steady.tokenizer import (
@@ -178,10 +178,8 @@ def read_pretrained(source: str) -> Pretrained:
     tensors = {}
     for file in files:
         require_file(file)
-        try:
+        with naming(f"cannot read {file}", Exception):
             content = load_file(file)
-        except Exception as error:
-            raise UserError(f"cannot read {file}: {error}") from None
         if not used and (twice := tensors.keys() & content.keys()):
             raise UserError(f"{folder}: {min(twice)} is in two files: delete all but the right one")
         tensors |= content
@@ -216,14 +214,12 @@ def read_pretrained(source: str) -> Pretrained:
     theirs = read_json(folder / "config.json")
     kept = ("bos_token_id", "eos_token_id", "pad_token_id", "max_position_embeddings")
     metadata["config"] = {key: theirs[key] for key in kept if key in theirs}
-    try:
+    with naming(f"{folder} has a chat template that is not UTF-8", UnicodeDecodeError):
         if (folder / "chat_template.jinja").is_file():
             metadata["chat_template"] = (folder / "chat_template.jinja").read_text("utf-8")
         named = [path for path in (folder / TEMPLATES).glob("*.jinja") if path.is_file()]
         if named:
             metadata[TEMPLATES] = {path.stem: path.read_text("utf-8") for path in named}
-    except UnicodeDecodeError as error:
-        raise UserError(f"{folder} has a chat template that is not UTF-8: {error}") from None
     dtype = next(iter(tensors.values())).dtype
     dtype = torch.bfloat16 if dtype.itemsize < 2 else dtype  # FP8 would round finetuned weights
     metadata["dtype"] = str(dtype).removeprefix("torch.")

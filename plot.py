@@ -22,7 +22,7 @@ from typing import Any
 
 from configurator import configure
 from steady import UserError
-from steady.folder import atomic_write
+from steady.folder import atomic_write, naming
 from steady.runlog import read_json_lines, read_metrics, training_clock
 
 # the plot
@@ -207,10 +207,7 @@ if kind not in ("png", "svg", "pdf", "ps", "eps"):  # formats with metadata
 WRITER = "plot.py of steadyGPT"  # in the metadata: only our own plots are overwritten
 if Path(png).is_file() and WRITER.encode() not in Path(png).read_bytes():
     raise UserError(f"{png} exists and was not made by plot.py: move it, or use another --png")
-try:
-    with atomic_write(Path(png)) as file:  # if the disk is full, the old plot stays
-        written = {"Creator" if kind != "png" else "Software": WRITER}
-        figure.savefig(file, dpi=150, format=kind, metadata=written)
-except ValueError as error:
-    raise UserError(f"cannot write --png={png}: {error}") from None
+with naming(f"cannot write --png={png}", ValueError), atomic_write(Path(png)) as file:
+    written = {"Creator" if kind != "png" else "Software": WRITER}
+    figure.savefig(file, dpi=150, format=kind, metadata=written)  # if it fails, the old plot stays
 print(f"wrote {png}")

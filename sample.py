@@ -22,7 +22,7 @@ import torch
 from configurator import configure
 from model import GPT, GPTConfig
 from steady import UserError, checkpoint, hardware, visible
-from steady.folder import require_file
+from steady.folder import naming, require_file
 from steady.generate import generate, require_room
 from steady.tokenizer import encode_prompt
 
@@ -64,20 +64,16 @@ tokenizer = checkpoint.tokenizer_of(saved, path)
 if start.startswith("FILE:"):
     file = Path(start.removeprefix("FILE:")).expanduser()
     require_file(file)
-    try:
+    with naming(f"cannot read --start={start}", OSError, UnicodeDecodeError):
         start = file.read_bytes().decode("utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"cannot read --start={start}: {error}") from None
 if start == "\n" and start not in getattr(tokenizer, "alphabet", start):  # the default
     start = "" if tokenizer.end_of_text is not None else tokenizer.alphabet[0]
 if any("\ud800" <= character <= "\udfff" for character in start):  # invalid bytes from the shell
     raise UserError(f"--start={start!r} is not UTF-8")
-try:
+with naming("--start"):
     prompt = encode_prompt(tokenizer, start)
     if max(prompt, default=0) >= model.config.vocab_size:
         raise UserError(f"token {max(prompt)} is not among the model's {model.config.vocab_size}")
-except UserError as error:
-    raise UserError(f"--start: {error}") from None
 if len(prompt) > model.config.block_size:
     print(f"note: the model only sees the last {model.config.block_size} of the prompt's "
           f"{len(prompt)} tokens", file=sys.stderr)  # fmt: skip

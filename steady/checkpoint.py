@@ -34,7 +34,7 @@ from model import GPTConfig
 from steady import UserError, distributed
 from steady.dataloader import DataSet
 from steady.distributed import SINGLE_PROCESS, Process
-from steady.folder import CANNOT, FILES, hold_lock, replacement, require_file, sync_to_disk
+from steady.folder import CANNOT, FILES, hold_lock, naming, replacement, require_file, sync_to_disk
 from steady.optim import load_state, optimizer_name
 from steady.output import shown, waiting
 from steady.tokenizer import TEMPLATES, Tokenizer, check_meta, from_meta
@@ -440,7 +440,7 @@ def architecture(saved: dict[str, Any], kind: type[GPTConfig], path: Path) -> GP
             f"{path}, model_config: {shown(str(error))}: GPTConfig needs the fields that it had "
             "in that run, or use another --out_dir"
         ) from None
-    try:
+    with naming(f"{path}, model_config"):
         config = kind(**settings)
         layers = getattr(config, "n_layer", 0)  # you may have renamed it
         if layers > len(saved["model"]) + 1000:
@@ -449,8 +449,6 @@ def architecture(saved: dict[str, Any], kind: type[GPTConfig], path: Path) -> GP
         if rope_values > max(MAX_ROPE_VALUES, path.stat().st_size):
             raise UserError(f"block_size={config.block_size} is too large for the size of the file")
         return config
-    except UserError as error:
-        raise UserError(f"{path}, model_config: {error}") from None
 
 
 def build(
@@ -481,10 +479,8 @@ def note_other_code(saved: dict[str, Any], path: Path) -> None:
 
 def tokenizer_of(saved: dict[str, Any], path: Path) -> Tokenizer:
     """A checkpoint's tokenizer; raises UserError that names `path`."""
-    try:
+    with naming(f"{path}, tokenizer"):
         return from_meta(saved["tokenizer"])
-    except UserError as error:
-        raise UserError(f"{path}, tokenizer: {error}") from None
 
 
 def check_tensors(content: Any, path: Path) -> None:
@@ -646,15 +642,13 @@ class Start(NamedTuple):
         UserError if either is invalid."""
         if self.optimizer is None:
             return
-        try:
+        with naming(f"{self.source} cannot be resumed"):
             load_state(optimizer, self.optimizer)
             if scaler and scaler.is_enabled() and self.scaler:  # empty after float32: keep the new
                 expected = {name: type(value) for name, value in scaler.state_dict().items()}
                 if {name: type(value) for name, value in self.scaler.items()} != expected:
                     raise UserError(f"scaler must contain numbers: {', '.join(expected)}")
                 scaler.load_state_dict(self.scaler)
-        except UserError as error:
-            raise UserError(f"{self.source} cannot be resumed: {error}") from None
 
 
 def resume(

@@ -45,10 +45,8 @@ def claim(out_dir: Path, names: Sequence[str] = FILES) -> None:
     not end because nobody reads its output.
     """
     survive_closed_streams()
-    try:
+    with naming(f"cannot write to {out_dir}", UnicodeError):
         str(out_dir).encode()  # torch.save would raise an error for a name that is not UTF-8
-    except UnicodeError as error:
-        raise UserError(f"cannot write to {out_dir}: {error}") from None
     out_dir.mkdir(parents=True, exist_ok=True)
     flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0)
     lock = os.open(out_dir / ".lock", flags, 0o666)
@@ -91,6 +89,16 @@ def require_file(path: Path) -> None:
     with contextlib.suppress(OSError), open(path, "rb") as file:
         if file.read(len(LFS_POINTER)) == LFS_POINTER:
             raise UserError(f"{path} is only a pointer to the file: run `git lfs pull` there")
+
+
+@contextlib.contextmanager
+def naming(place: str, *kinds: type[Exception]) -> Iterator[None]:
+    """In the `with` block, UserErrors and errors of these kinds become UserErrors that begin with
+    `place`, such as a file's name."""
+    try:
+        yield
+    except (UserError, *kinds) as error:
+        raise UserError(f"{place}: {error}") from None
 
 
 def hold_lock(out_dir: Path) -> None:

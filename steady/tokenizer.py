@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from steady import UserError
-from steady.folder import atomic_write, require_file
+from steady.folder import atomic_write, naming, require_file
 
 
 class Tokenizer(Protocol):
@@ -302,10 +302,8 @@ def plain_tokenizer(content: str) -> Any:
     set them, for a model's inputs."""
     from tokenizers import Tokenizer
 
-    try:
+    with naming("this is not a tokenizer.json", Exception):
         tokenizer = Tokenizer.from_str(content)
-    except Exception as error:
-        raise UserError(f"this is not a tokenizer.json: {error}") from None
     tokenizer.no_truncation()
     tokenizer.no_padding()
     if getattr(tokenizer.model, "dropout", None):
@@ -466,7 +464,7 @@ def hf_tokenizer_meta(folder: Path) -> dict[str, Any]:
         return {}
     require_file(path)
     settings = read_json(folder / "tokenizer_config.json")
-    try:
+    with naming(str(path), OSError, ValueError):
         content = path.read_text(encoding="utf-8-sig")
         prefix = settings.get("add_prefix_space")
         kind = str(settings.get("tokenizer_class")).removesuffix("Fast").removesuffix("Tokenizer")
@@ -480,8 +478,6 @@ def hf_tokenizer_meta(folder: Path) -> dict[str, Any]:
                 words["add_prefix_space"] = prefix
                 content = json.dumps(parts)
         tokenizer = HFTokenizer(content)
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path}: {error}") from None
     vocabulary = tokenizer.tokenizer.get_vocab(with_added_tokens=True)
     special = read_json(folder / "special_tokens_map.json")
     require_all_tokens(folder, (settings, special), vocabulary)
