@@ -18,17 +18,20 @@ from steady.folder import atomic_write, naming, require_file
 class Tokenizer(Protocol):
     """The interface of all tokenizers. `from_meta` rebuilds one from its `meta()`, which is JSON.
 
+    encode: may raise UserError for characters that the tokenizer does not know.
     encode_between: the ids of a piece of a text, which may depend on the text around it. Most give
     an array, because lists of Python integers would take most of the preparation time. (Your own
     tokenizer may leave this method out.)
     """
 
     vocab_size: int
-    begin_of_text: int | None  # the id that every document and prompt begins with
+    begin_of_text: int | None = None  # the id that every document and prompt begins with
     end_of_text: int | None  # the id after every document
     stop_tokens: list[int]  # ids that end a sample: end_of_text, and others of chat models
 
-    def encode(self, text: str) -> list[int]: ...
+    def encode(self, text: str) -> list[int]:
+        return np.asarray(self.encode_between("", text, "")).tolist()
+
     def encode_between(self, before: str, text: str, after: str) -> Sequence[int]: ...
     def decode(self, ids: list[int]) -> str: ...
     def meta(self) -> dict[str, Any]: ...
@@ -80,11 +83,9 @@ def code_points(text: str) -> np.ndarray:
     return np.frombuffer(text.encode("utf-32-le", "surrogatepass"), dtype="<u4")
 
 
-class CharTokenizer:
+class CharTokenizer(Tokenizer):
     """One token per character of a fixed alphabet, plus an end-of-text token as the last id if the
     data set has several documents (`ends`)."""
-
-    begin_of_text = None
 
     def __init__(self, alphabet: str, ends: bool = False):
         self.alphabet = alphabet
@@ -98,10 +99,6 @@ class CharTokenizer:
     def train(cls, text: str) -> "CharTokenizer":
         """The tokenizer whose alphabet is the characters of `text`, in code point order."""
         return cls("".join(sorted(set(text))))
-
-    def encode(self, text: str) -> list[int]:
-        """Raises UserError with the characters outside the alphabet."""
-        return self.encode_between("", text, "").tolist()
 
     def encode_between(self, before: str, text: str, after: str) -> np.ndarray:
         ids = self.table.take(code_points(text), mode="clip")  # past the table's end: -1
@@ -121,16 +118,12 @@ class CharTokenizer:
         return {"tokenizer": "char", "alphabet": self.alphabet} | ends
 
 
-class ByteTokenizer:
+class ByteTokenizer(Tokenizer):
     """One token per UTF-8 byte, plus an end-of-text token. It can encode every character."""
 
-    begin_of_text = None
     end_of_text = 256
     stop_tokens = [256]
     vocab_size = 257
-
-    def encode(self, text: str) -> list[int]:
-        return list(text.encode("utf-8"))
 
     def encode_between(self, before: str, text: str, after: str) -> np.ndarray:
         return np.frombuffer(text.encode("utf-8"), dtype=np.uint8)
@@ -142,13 +135,12 @@ class ByteTokenizer:
         return {"tokenizer": "byte"}
 
 
-class GPT2Tokenizer:
+class GPT2Tokenizer(Tokenizer):
     """GPT-2's byte-pair encoding, through tiktoken.
 
     special_tokens: encode <|endoftext|> in a text as the token, not as characters.
     """
 
-    begin_of_text = None
     end_of_text = 50256
     stop_tokens = [50256]
     vocab_size = 50257
@@ -165,9 +157,6 @@ class GPT2Tokenizer:
                 "use): go online once, set TIKTOKEN_CACHE_DIR to a folder that holds them, or use "
                 f"another tokenizer, such as byte ({type(error).__name__})"
             ) from None
-
-    def encode(self, text: str) -> list[int]:
-        return np.asarray(self.encode_between("", text, "")).tolist()
 
     def encode_between(self, before: str, text: str, after: str) -> Sequence[int]:
         if self.special_tokens and "<|endoftext|>" in text:

@@ -31,6 +31,9 @@ def test_a_tokenizer_of_your_own_needs_no_more_than_encode(tmp_path):
     class Yours(ByteTokenizer):
         encode_between = property()  # raises AttributeError
 
+        def encode(self, text):
+            return list(text.encode())
+
     write_dataset(tmp_path, Yours(), {"train": ["ab", "c"], "val": ["d"]})
     assert read(tmp_path, "train") == [97, 98, 256, 99, 256]
 
