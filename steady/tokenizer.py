@@ -178,7 +178,7 @@ class GPT2Tokenizer(Tokenizer):
         return {"tokenizer": "gpt2"} | ({"special_tokens": True} if self.special_tokens else {})
 
 
-class HFTokenizer:
+class HFTokenizer(Tokenizer):
     """Any tokenizer in the format of Hugging Face's tokenizer.json, through `tokenizers`.
 
     content: the text of that file. begin_of_text, end_of_text: ids or None. stop_tokens: more ids
@@ -224,13 +224,10 @@ class HFTokenizer:
         model = json.loads(self.content)["model"]
         return model.get("unk_id", self.tokenizer.token_to_id(model.get("unk_token") or ""))
 
-    def encode(self, text: str) -> list[int]:
-        return self.encoding_of(self.for_text, text).ids
-
     def encode_between(self, before: str, text: str, after: str) -> list[int]:
-        if not before and not after:
-            return self.encode(text)
         encoding = self.encoding_of(self.for_text, before + text + after)
+        if not before and not after:
+            return encoding.ids
         starts = [start for start, _ in encoding.offsets]
         begin, end = len(before), len(before) + len(text)
         first = sum(start < begin for start in starts)  # not always sorted
