@@ -64,8 +64,7 @@ with tempfile.TemporaryDirectory() as folder:
     command += [f"--max_iters={1000 * (warmup_steps + steps)}"]  # in case this script is killed
     metrics, output = Path(folder, "metrics.jsonl"), Path(folder, "output.txt")
     began = time.perf_counter()
-    with socket.socket() as found:  # a free port for torch.distributed
-        found.bind(("127.0.0.1", 0))
+    with socket.create_server(("127.0.0.1", 0)) as found:  # a free port for torch.distributed
         port = found.getsockname()[1]
     running = []
     with open(output, "w", encoding="utf-8") as file:
