@@ -303,11 +303,10 @@ def run_config_file(
             if node.names[0].name == "*" and of_python and node.module in sys.modules:
                 imported |= vars(sys.modules[node.module]).keys()
     for key, value in namespace.items():
+        tool = isinstance(value, types.ModuleType) or callable(value) or key in imported
         if key in settings and (key in SHARED or key not in ignored):
             config[key] = check(settings[key], value, f"{path}: {key}")
-        elif isinstance(value, types.ModuleType) or callable(value) or key in imported:
-            continue  # a tool, not a setting
-        elif not key.startswith("_") and key not in ignored:
+        elif not tool and not key.startswith("_") and key not in ignored:
             raise UserError(
                 f"unknown setting {key!r} in {path}{nearest(key, settings)} "
                 "(helper variables must begin with an underscore)"
