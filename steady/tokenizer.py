@@ -520,8 +520,7 @@ def as_text(value: Any) -> Any:
 
 NAMED_TOKENS = (  # the keys of tokenizer_config.json and special_tokens_map.json that add tokens
     "added_tokens_decoder", "additional_special_tokens", "extra_special_tokens",
-    "model_specific_special_tokens", "bos_token", "eos_token", "unk_token", "pad_token",
-    "sep_token", "cls_token", "mask_token",
+    "model_specific_special_tokens", *(f"{role}_token" for role in (*ROLES, "eos", "sep")),
 )  # fmt: skip
 
 
