@@ -658,10 +658,7 @@ def write_hf_tokenizer(
 
 
 def load_tokenizer(name: str, special_tokens: bool = False) -> Tokenizer:
-    """The tokenizer for a prepare script's --tokenizer: gpt2, byte, or hf:PATH_OR_HUB_ID.
-
-    special_tokens: encode special tokens in a text as tokens, not as characters.
-    """
+    """The tokenizer for a prepare script's --tokenizer: gpt2, byte, or hf:PATH_OR_HUB_ID."""
     if name.startswith("hf:") and name != "hf:":
         source = re.sub(r"(^|/)tokenizer\.json$", "", name[3:]) or "."
         folder = find_folder(source, ["*.json", "tokenizer.model"])
