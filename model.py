@@ -87,7 +87,7 @@ class GPTConfig:
 
     def settings(self) -> dict[str, Any]:
         """All fields as plain values for checkpoints; GPTConfig(**settings) restores them."""
-        settings = asdict(self)
+        settings = {f.name: asdict(self)[f.name] for f in fields(self) if f.init}
         again = asdict(type(self)(**settings))
         if changed := [n for n, value in settings.items() if repr(again[n]) != repr(value)]:
             raise UserError(f"GPTConfig.__post_init__ changes its own result: {', '.join(changed)}")

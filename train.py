@@ -243,7 +243,7 @@ def trial(micro_batch_size: int) -> torch.nn.Module:
 
 
 def weights() -> dict:
-    """The content of best.pt: everything that sampling and exporting need."""
+    """The content of best.pt, and a part of ckpt.pt: all that sampling and exporting need."""
     return {
         "model": raw_model, "model_config": model_config.settings(), "config": config,
         "tokenizer": data.tokenizer, "pretrained": pretrained, "iter_num": iter_num,
@@ -288,6 +288,7 @@ saving = Saving(ckpt_path, training_state, process, not eval_only, fit.memory_fl
 with saving:  # from here on a signal ends the run after its step; before, at once
     stopping = stop_request.stop_requested()
     while not stopping:
+        torch.manual_seed(hash((iter_num, seed)))  # a resume draws the same numbers, here too
         # ---- learning rate ----------------------------------------------------
         lr = optim.set_schedule(opt, iter_num, config)
 

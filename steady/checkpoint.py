@@ -59,11 +59,12 @@ MODEL = "model.py and its model_config"
 
 def as_saved(content: dict[str, Any]) -> dict[str, Any]:
     """Replace the models, optimizers and scalers in `content` with their state dicts, NumPy's
-    numbers with Python's, and a loss that is a tensor with a number."""
+    numbers with Python's, and a best_val_loss that is an integer or a tensor with a float."""
     saved = {}
     for key, value in content.items():
-        if key == "best_val_loss" and isinstance(value, Tensor) and value.numel() == 1:
-            value = value.item()
+        one = isinstance(value, Tensor) and value.numel() == 1
+        if key == "best_val_loss" and (one or isinstance(value, int)):
+            value = float(value)
         if hasattr(value, "state_dict"):
             kind = {"kind": optimizer_name(value)} if key == "optimizer" else {}
             value = kind | {**value.state_dict()}  # dict(...) would take a list of pairs

@@ -266,19 +266,21 @@ def optimizer_name(optimizer: torch.optim.Optimizer) -> str:
 def load_state(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
     """Load a checkpoint's optimizer state. Ours keep the current betas, weight decay and so on, but
     get the saved learning rates, momentum and values that you added to the groups. For other
-    optimizers, load_state_dict restores everything that was saved.
+    optimizers, load_state_dict restores everything that was saved. (The peaks of groups with rates
+    of their own always come from this run's code.)
 
     Raises UserError if the state belongs to another optimizer or to other parameters.
     """
     was, now = saved.get("kind"), optimizer_name(optimizer)
     if isinstance(was, str) and was != now:
         raise UserError(f"it was trained with optimizer={was}, not {now}: continue with {was}")
-    if not isinstance(optimizer, AdamW):
-        optimizer.load_state_dict({key: value for key, value in saved.items() if key != "kind"})
-        for group in optimizer.param_groups:  # of an older checkpoint
-            group.setdefault("peak_lr", None)
-        return
     note_own_rates(optimizer)
+    if not isinstance(optimizer, AdamW):
+        peaks = [group["peak_lr"] for group in optimizer.param_groups]
+        optimizer.load_state_dict({key: value for key, value in saved.items() if key != "kind"})
+        for group, peak in zip(optimizer.param_groups, peaks, strict=True):
+            group["peak_lr"] = peak  # from this run's code
+        return
     states, groups = saved.get("state", {}), saved.get("param_groups", [])
     well_formed = isinstance(states, dict) and isinstance(groups, list)
     if not well_formed or not all(isinstance(group, dict) for group in groups):

@@ -110,7 +110,8 @@ class Saving:
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: Any) -> None:
-        if error is not None:
+        ends = error is None or isinstance(error, SystemExit)  # your own exit()
+        if not ends:
             self.rescue(error, trace)
         elif self.enabled:
             state = self.state()
@@ -132,7 +133,7 @@ class Saving:
             ):
                 distributed.stop(self.process)
                 raise SystemExit(f"error: could not save the checkpoint of iteration {iter_num}")
-        if error is None:
+        if ends:
             distributed.stop(self.process)
 
     def count_skipped(self, grad_norm: torch.Tensor | float) -> torch.Tensor:
@@ -179,7 +180,7 @@ class Saving:
         elif process.world_size > 1 and distributed.is_peer_failure(error):
             happened = "error: another process has ended or hangs"
         lines = [happened or "stopped by the error above"]
-        if self.enabled and not isinstance(error, Diverged | KeyboardInterrupt | SystemExit):
+        if self.enabled and not isinstance(error, Diverged | KeyboardInterrupt):
             lines.append(self.save(in_step))
             if self.path.is_file():
                 command = resume_command(self.path.parent, flags.split())

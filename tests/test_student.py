@@ -965,6 +965,51 @@ def test_a_state_saved_after_an_error_counts_the_step_that_was_taken(student, su
     assert losses(tmp_path / "a") == [first, last]  # the second was not logged
 
 
+def test_your_own_exit_saves_the_state(student, sums, tmp_path):
+    edit = Edit(
+        train=(("        opt.zero_grad()\n", "        opt.zero_grad()\n        exit(3)\n"),)
+    )
+    copy, out = edited(edit, tmp_path / "copy"), tmp_path / "out"
+    with pytest.raises(SystemExit) as ended:
+        student(copy, "train.py", *SETTINGS, f"--dataset={sums}", f"--out_dir={out}")
+    assert ended.value.code == 3 and checkpoint.load(out / "ckpt.pt")["iter_num"] == 1
+
+
+def test_a_resume_draws_the_same_random_numbers_at_the_top_of_the_loop(student, sums, tmp_path):
+    edit = Edit(train=((SCHEDULE, SCHEDULE + "; print('drew', iter_num, torch.rand(()).item())"),))
+    copy = edited(edit, tmp_path / "copy")
+    arguments = [*SETTINGS, f"--dataset={sums}", f"--out_dir={tmp_path / 'out'}"]
+    whole = student(copy, "train.py", *arguments)
+    student(copy, "train.py", *arguments, "--max_iters=2")
+    rest = student(copy, "train.py", *arguments, "--init_from=resume")
+    drawn = {line for line in rest.splitlines() if line.startswith("drew")}
+    assert len(drawn) == 2 and drawn <= {*whole.splitlines()}
+
+
+def test_a_criterion_that_is_an_integer_is_resumed(student, sums, tmp_path):
+    line = "                losses = estimate_losses()\n"
+    edit = Edit(train=((line, line + "                losses['val_loss'] = iter_num + 7\n"),))
+    copy = edited(edit, tmp_path / "copy")
+    arguments = [*SETTINGS, f"--dataset={sums}", f"--out_dir={tmp_path / 'out'}"]
+    student(copy, "train.py", *arguments, "--eval_interval=1", "--max_iters=2")
+    student(copy, "train.py", *arguments, "--init_from=resume")
+    assert checkpoint.load(tmp_path / "out" / "ckpt.pt")["best_val_loss"] == 8
+
+
+def test_a_derived_field_of_the_config_is_computed_again(student, sums, tmp_path):
+    edit = Edit(model=(
+        ("import asdict, dataclass, fields", "import asdict, dataclass, field, fields"),
+        ("    tied_embeddings: bool", "    n_rep: int = field(init=False, default=0)\n"
+         "    tied_embeddings: bool"),
+        ("    def __post_init__(self):", "    def __post_init__(self):\n        self.n_rep = 2"),
+    ))  # fmt: skip
+    copy = edited(edit, tmp_path / "copy")
+    arguments = [*SETTINGS, f"--dataset={sums}", f"--out_dir={tmp_path / 'out'}"]
+    student(copy, "train.py", *arguments, "--max_iters=2")
+    student(copy, "train.py", *arguments, "--init_from=resume")
+    assert len(losses(tmp_path / "out")) == 3
+
+
 def test_a_signal_during_an_evaluation_leaves_no_line_out(student, sums, tmp_path):
     """`break` skipped the rest of the `with` block, so weights stayed exchanged and were saved."""
     scale = "                for p in raw_model.parameters(): p.data *= {}\n"
