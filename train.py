@@ -132,7 +132,7 @@ config |= {key: value for key, value in model_config.settings().items() if key i
 train_file, val_file = data.open(block_size, model_config.vocab_size)
 
 memory.require_room(config, process)  # refuse a model that cannot fit
-hardware.prepare(process.device, process.dtype, model_config.n_embd, block_size)
+hardware.prepare(process.device, process.dtype, model_config.n_embd, block_size)  # TF32, oneDNN
 with process.build_device:  # the device to train on; with fsdp the meta device
     raw_model = GPT(model_config)
 if eval_only:
@@ -144,7 +144,8 @@ distributed.shard(raw_model, process)  # fsdp: a shard for each rank; ddp: equal
 start.load_weights(raw_model)
 
 # -----------------------------------------------------------------------------
-# optimizer; most torch optimizers work: opt = torch.optim.SGD(raw_model.parameters())
+# optimizer: AdamW with and without weight decay, or Muon for the blocks' matrices and AdamW for
+# the rest. Most torch optimizers work too: opt = torch.optim.SGD(raw_model.parameters())
 opt = optim.build_optimizer(raw_model, config, plan.compiled, process.dtype)
 scaler = torch.amp.GradScaler(process.device.type, enabled=process.dtype == torch.float16)
 if not eval_only:
@@ -289,7 +290,7 @@ with saving:  # from here on a signal ends the run after its step; before, at on
     stopping = stop_request.stop_requested()
     while not stopping:
         torch.manual_seed(hash((iter_num, seed)))  # a resume draws the same numbers, here too
-        # ---- learning rate ----------------------------------------------------
+        # ---- learning rate: warm-up, then cosine or wsd -----------------------
         lr = optim.set_schedule(opt, iter_num, config)
 
         # ---- evaluate and save ------------------------------------------------
@@ -329,7 +330,7 @@ with saving:  # from here on a signal ends the run after its step; before, at on
         halve = iter_num < short_iters  # with short_sequences
         step_batches = Replayable(micro_batches, micro_steps)  # you may loop over it again
         loss = forward_backward(model, step_batches, halve)
-        distributed.sum_gradients(process, raw_model, opt)  # also broadcasts rank 0's buffers
+        distributed.sum_gradients(process, raw_model, opt)  # one all-reduce; buffers: rank 0's
         torch.manual_seed(hash((seed, iter_num)))  # random numbers below: the same on all ranks
 
         # ---- clip and step ----------------------------------------------------

@@ -56,7 +56,7 @@ def read_meta(folder: Path) -> dict[str, Any]:
     if not (folder / "train.bin").exists():
         remedy = f"run python data/text/prepare.py --input=FILE --out={shlex.quote(str(folder))}"
         if (prepare := folder / "prepare.py").exists():
-            remedy = f"run python {shlex.quote(str(prepare))}"
+            remedy = f"run python {shlex.quote(str(prepare))} (the config's header may add flags)"
         elif configs := configs_for(dataset_name(folder)):
             remedy = f"the first lines of config/{configs[0].name} show how to make it"
         raise UserError(f"no data set at {folder} (train.bin is missing): {remedy}")

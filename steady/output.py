@@ -34,9 +34,9 @@ def waiting(
         from tqdm import tqdm
     except ImportError:
         return items
-    every = 0.5 if sys.stderr.isatty() else 10  # in a log file updates stay
-    return tqdm(items, desc=what, total=total, disable=quiet, delay=5, mininterval=every,
-                leave=False, dynamic_ncols=True, **options)  # fmt: skip
+    terminal = sys.stderr.isatty()  # in a log file updates stay, so end with a line feed
+    return tqdm(items, desc=what, total=total, disable=quiet, delay=5, dynamic_ncols=True,
+                mininterval=0.5 if terminal else 10, leave=not terminal, **options)  # fmt: skip
 
 
 def survive_closed_streams() -> None:

@@ -11,7 +11,7 @@ import torch
 from conftest import ROOT, TINY, wait_until
 
 import model as model_file
-from steady import checkpoint, compiling, generate, memory
+from steady import checkpoint, compiling, generate, memory, output
 from steady.compiling import Plan
 from steady.runlog import read_metrics
 
@@ -269,3 +269,12 @@ def test_f44_closed_streams_are_opened(tmp_path):
     command = f"{sys.executable} {tmp_path / 'script.py'} <&- >&- 2>&-"
     done = subprocess.run(command, shell=True, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)})
     assert done.returncode == 0 and (tmp_path / "file").read_text() == ""
+
+
+def test_a_progress_bar_in_a_log_file_ends_with_a_line_feed(monkeypatch, capsys):
+    import tqdm
+
+    bar = tqdm.tqdm
+    monkeypatch.setattr(tqdm, "tqdm", lambda *items, **kw: bar(*items, **kw | {"delay": 0}))
+    assert [*output.waiting(range(3), 3, "reading")] == [0, 1, 2]
+    assert capsys.readouterr().err.endswith("]\n")
