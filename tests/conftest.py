@@ -222,6 +222,7 @@ def fresh_torch(monkeypatch):
     import torch._functorch.config
 
     torch.set_num_threads(1)
+    forked.seed_only_the_cpu()
     torch.set_float32_matmul_precision("highest")
     torch._functorch.config.activation_memory_budget = 1.0
     torch.backends.cuda.enable_flash_sdp(True)

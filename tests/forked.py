@@ -46,6 +46,14 @@ def start(command: list[str], environment: dict[str, str], output: Path, code: s
     return process
 
 
+def seed_only_the_cpu() -> None:
+    """Without a GPU, torch.manual_seed formats the whole stack, twice, for one that may come."""
+    import torch
+
+    if not torch.cuda.is_available():
+        torch.cuda.manual_seed_all = torch.xpu.manual_seed_all = lambda seed: None
+
+
 def wait_for_first_process() -> None:
     """Wait until rank 0's store listens: torch itself would wait seconds before it retries."""
     if os.environ.get("RANK", "0") != "0":
@@ -71,6 +79,7 @@ def _run(command: list[str], environment: dict[str, str], output: Path, code: st
     import torch
 
     torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))  # torch read the variable at import
+    seed_only_the_cpu()
     wait_for_first_process()
     sys.argv = command or ["-c"]
     try:

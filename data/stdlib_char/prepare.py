@@ -2,7 +2,7 @@
 
     python data/stdlib_char/prepare.py
 
-It takes the top-level modules that are pure ASCII: about 160 files with 5 million characters,
+It takes the top-level modules that are pure ASCII: about 160 files with 4 to 5 million characters,
 depending on the Python version. Every tenth file is held out for validation.
 """
 
