@@ -27,7 +27,7 @@ import numpy as np
 
 from configurator import CONFIGS, configs_for, configure, dataset_name
 from steady import UserError, textfiles, visible
-from steady.folder import atomic_write, claim, crc_of_start, sync_to_disk
+from steady.folder import atomic_write, claim, crc_of_start, naming, sync_to_disk
 from steady.output import shown, waiting
 from steady.shuffle import scramble
 from steady.textfiles import Piece
@@ -48,6 +48,8 @@ FILES = (*(f"{split}.bin" for split in SPLITS), "meta.json")  # of a data set
 BATCH = 2**22  # characters that a thread tokenizes at a time
 DOCUMENTS_PER_SHARD = 50_000
 BPE_BYTES = 2**28  # of text to train a BPE on
+# `datasets` would use its copy of a folder, and its number of rows, even if the files have changed
+FRESH = {"download_mode": "force_redownload", "verification_mode": "no_checks"}
 
 # settings of every hub data set's prepare.py, besides its own
 
@@ -293,8 +295,8 @@ def prepare_hub_dataset(namespace: dict[str, Any]) -> None:
             path,
             config["name"] or None,
             split=split,
-            revision=None if Path(path).is_dir() else config["revision"],
             streaming=streaming,  # else `datasets` keeps a copy
+            **(FRESH if Path(path).is_dir() else {"revision": config["revision"]}),
             num_proc=num_proc if num_proc > 1 and not streaming else None,
         ).select_columns("text")
     except Exception as error:  # the hub's libraries raise many types
@@ -311,13 +313,15 @@ def prepare_hub_dataset(namespace: dict[str, Any]) -> None:
     def pieces() -> Iterator[Piece]:
         for i in range(n_shards):
             row, part = 0, dataset.shard(num_shards=n_shards, index=i)
-            for batch in part.iter(1000):
-                hashes = scramble(np.arange(row, row + len(batch["text"])) + (i << 32), key=0)
-                for text, held_out in zip(batch["text"], hashes < limit, strict=True):
-                    row += 1
-                    text, problem = textfiles.checked(text, "text")
-                    where = f"document {row} of part {i + 1} of {n_shards}"
-                    yield Piece("val" if held_out else "train", text, where, problem)
+            # the hub's libraries raise many types
+            with naming(f"cannot read part {i + 1} of {n_shards} of {path}", Exception):
+                for batch in part.iter(1000):
+                    hashes = scramble(np.arange(row, row + len(batch["text"])) + (i << 32), key=0)
+                    for text, held_out in zip(batch["text"], hashes < limit, strict=True):
+                        row += 1
+                        text, problem = textfiles.checked(text, "text")
+                        where = f"document {row} of part {i + 1} of {n_shards}"
+                        yield Piece("val" if held_out else "train", text, where, problem)
 
     size = dataset.data.nbytes if not streaming else 0
     if streaming and dataset.info.splits and split in dataset.info.splits:

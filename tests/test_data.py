@@ -474,6 +474,32 @@ def test_f38_hub_data_sets_are_read_as_parquet(run, tmp_path, repository, gpt2_f
     assert {p.name for p in (tmp_path / "out").iterdir()} == {"train.bin", "val.bin", "meta.json"}
 
 
+def test_a_damaged_part_of_a_hub_data_set_is_named(run, tmp_path, repository):
+    part = repository / "sample" / "10BT" / "001_00000.parquet"
+    part.write_bytes(part.read_bytes()[:-8])
+    command = ["data/tinystories/prepare.py", f"--path={repository}", "--tokenizer=byte",
+               f"--out={tmp_path / 'out'}"]  # fmt: skip
+    with pytest.raises(UserError, match=r"cannot read part 2 of 3 of .*Parquet magic bytes"):
+        run(*command, "--streaming=True")
+    with pytest.raises(UserError, match=r"cannot load .*Parquet magic bytes"):
+        run(*command)
+
+
+def test_files_that_have_changed_in_a_folder_are_read_again(run, tmp_path, repository):
+    import pyarrow
+    import pyarrow.parquet
+
+    command = ["data/tinystories/prepare.py", f"--path={repository}", "--tokenizer=byte",
+               f"--out={tmp_path / 'out'}"]  # fmt: skip
+    run(*command)
+    part = repository / "sample" / "10BT" / "001_00000.parquet"
+    pyarrow.parquet.write_table(pyarrow.table({"text": ["new"] * 100}), part)
+    (repository / "sample" / "10BT" / "002_00000.parquet").unlink()
+    run(*command)
+    text = ByteTokenizer().decode(read(tmp_path / "out", "train") + read(tmp_path / "out", "val"))
+    assert (text.count("new"), text.count("document")) == (100, 100)  # the copy had 0 and 300
+
+
 def test_f38_a_repository_with_a_script_is_one_line(run, tmp_path, repository):
     (repository / "repository.py").write_text("raise SystemExit('executed')")
     with pytest.raises(ValueError, match="cannot load .*[Ss]cripts are no longer supported"):
