@@ -238,7 +238,7 @@ class GPT(nn.Module):
             self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layer))
             self.final_norm = RMSNorm(config.n_embd, config.norm_eps)
             self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
-            self.cross_entropy = LinearCrossEntropy()  # F.cross_entropy(lm_head(x), targets)
+            self.cross_entropy = LinearCrossEntropy()  # F.cross_entropy of lm_head(x), in chunks
             if config.tied_embeddings:
                 self.lm_head.weight = self.token_embedding.weight
             for name in ("rope_cos", "rope_sin"):

@@ -6,6 +6,7 @@ import urllib.request
 from pathlib import Path
 
 from steady import UserError
+from steady.folder import naming
 
 URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
 SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
@@ -14,10 +15,8 @@ SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
 def tiny_shakespeare(local: str = "") -> str:
     """Read the text (1.1 million characters) from `local`, or download and verify it."""
     if local:
-        try:
+        with naming(f"cannot read --input={local}", OSError, UnicodeDecodeError):
             return Path(local).read_text(encoding="utf-8-sig")
-        except (OSError, UnicodeDecodeError) as error:
-            raise UserError(f"cannot read --input={local}: {error}") from None
     try:
         with urllib.request.urlopen(URL, timeout=30) as response:
             content = response.read()

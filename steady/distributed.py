@@ -376,8 +376,8 @@ def sum_gradients(
     process: Process, model: nn.Module, optimizer: torch.optim.Optimizer | None = None
 ) -> None:
     """With ddp, replace the gradients by their sums over all processes, in one all-reduce: those of
-    the model and of what else the optimizer trains. With ddp and fsdp, all processes also get rank
-    0's buffers (running statistics, for example), as in DistributedDataParallel.
+    the model and of other parameters that the optimizer trains. With ddp and fsdp, all processes
+    also get rank 0's buffers (running statistics, for example).
 
     A parameter's gradient stays None if no process has one, so that the optimizer skips it.
     """

@@ -100,7 +100,7 @@ class Saving:
         distributed.set_timeout()
         if self.enabled:  # now, and not when the first save fails
             content = checkpoint.as_saved(self.state())
-            if own := {"format", "launch"} & content.keys():
+            if own := {"format", "launch", "model_code"} & content.keys():
                 raise UserError(f"checkpoints have their own {min(own)!r}: rename yours")
             checkpoint.require_plain(content, self.path)
             self.first_iter = content.get("iter_num")

@@ -174,12 +174,13 @@ def test_what_a_checkpoint_of_ones_own_may_hold(tmp_path):
     checkpoint.save(tmp_path / "a.pt", {"model": {}, "lazy": lazy, "negative": lazy.imag})
     found = checkpoint.read(tmp_path / "a.pt")
     assert torch.equal(found["lazy"], lazy) and torch.equal(found["negative"], lazy.imag)
-    saving = Saving(
-        tmp_path / "ckpt.pt", lambda: {"format": "v2"}, Process(), True, "", print,
-        StopRequest(Process(), saves=False),
-    )  # fmt: skip
-    with pytest.raises(UserError, match="their own 'format': rename yours"):
-        saving.__enter__()
+    for key in ("format", "launch", "model_code"):
+        saving = Saving(
+            tmp_path / "ckpt.pt", lambda key=key: {key: "v2"}, Process(), True, "", print,
+            StopRequest(Process(), saves=False),
+        )  # fmt: skip
+        with pytest.raises(UserError, match=f"their own '{key}': rename yours"):
+            saving.__enter__()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="uses the file size limit of Linux")
