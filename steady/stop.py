@@ -149,13 +149,14 @@ class Saving:
         """Raises Diverged if a loss is NaN or infinite, or if the gradients of too many steps in a
         row were not finite.
 
+        losses: by name. Metrics of your own, whose names do not end in "loss", may be infinite.
         skipped: the number of steps in a row skipped for that reason; None if unknown.
         """
         kept = f"{self.path} is kept: resume from it" if self.path.exists() else "start over"
         remedy = f"{kept} with a lower learning_rate"
         if self.process.dtype == torch.float16:
             remedy += ", or with dtype=bfloat16"
-        if not all(map(math.isfinite, losses.values())):
+        if not all(math.isfinite(x) for name, x in losses.items() if name.endswith("loss")):
             found = " and ".join(f"{name} {loss}" for name, loss in losses.items())
             raise Diverged(f"{found} at iteration {iter_num}: not finite; {remedy}")
         if skipped is None:

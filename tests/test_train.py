@@ -27,7 +27,7 @@ from model import GPTConfig
 from steady import checkpoint, compiling, dataloader, hardware, loss, memory, optim
 from steady.distributed import Process
 from steady.runlog import RunLog, read_metrics, training_clock
-from steady.stop import resume_command
+from steady.stop import Saving, resume_command
 
 
 def train(run, out, data, *arguments):
@@ -426,6 +426,17 @@ def test_f19_a_signal_during_an_evaluation_saves_no_ruined_weights(
     with pytest.raises(ValueError, match="train_loss nan .* not finite; .*ckpt.pt is kept"):
         train(run, tmp_path, sums, *ruined, "--max_iters=12", "--init_from=resume")
     assert (tmp_path / "ckpt.pt").read_bytes() == good
+
+
+def test_f57_a_metric_of_your_own_may_be_infinite(run, sums, tmp_path, monkeypatch):
+    finite = Saving.require_finite
+
+    def with_metric(self, losses, *rest):
+        return finite(self, losses | {"val_perplexity": float("inf")}, *rest)
+
+    monkeypatch.setattr(Saving, "require_finite", with_metric)
+    train(run, tmp_path, sums, "--max_iters=5")
+    assert (tmp_path / "ckpt.pt").exists()
 
 
 @pytest.mark.parametrize(
