@@ -46,7 +46,7 @@ with tempfile.TemporaryDirectory() as folder:
     data_dir = dataset_folder(config["dataset"])
     meta = read_meta(data_dir) if (data_dir / "train.bin").exists() else {}
     vocab_size = config["vocab_size"] or meta.get("vocab_size", 50304)
-    # sampled_softmax needs room for tokens that are no targets
+    # sampled_softmax needs room for tokens that are not targets
     different = min(vocab_size, config.get("sampled_softmax", 0) // 2 or vocab_size)
     tokens = np.random.default_rng(0).integers(0, different, 2**22 + config["block_size"])
     dtype = "uint16" if vocab_size <= 2**16 else "uint32"
@@ -61,7 +61,7 @@ with tempfile.TemporaryDirectory() as folder:
     command += [argument for argument in sys.argv[1:] if argument.partition("=")[0] not in own]
     command += [f"--dataset={folder}", f"--out_dir={folder}", "--init_from=scratch"]
     command += ["--eval_interval=0", "--eval_only=False", "--log_interval=1", "--wandb_log=False"]
-    command += [f"--max_iters={1000 * (warmup_steps + steps)}"]  # in case this script is killed
+    command += [f"--max_iters={1000 * (warmup_steps + steps)}"]  # a limit, if this script is killed
     metrics, output = Path(folder, "metrics.jsonl"), Path(folder, "output.txt")
     began = time.perf_counter()
     with socket.create_server(("127.0.0.1", 0)) as found:  # a free port for torch.distributed

@@ -11,7 +11,7 @@ A script lists its settings as plain assignments at its top and then calls `conf
 
 Settings are applied in the order given, so the last one wins. A config file is Python: it sees the
 current settings, may import modules, and may define helper variables that begin with an underscore.
-Any other name must be a setting. The comment after an assignment is its `--help` text.
+Any other variable must be a setting. The comment after an assignment is its `--help` text.
 """
 
 import ast
@@ -50,7 +50,7 @@ CHOICES = {
     "lr_schedule": ("cosine", "wsd"),
 }
 RANGES = (
-    # upper limits: beyond them something overflows, or takes longer than anybody waits
+    # upper limits: larger values overflow, or take too long
     ("at least 1 and at most 2147483647", lambda value: 1 <= value < 2**31, (
         "block_size", "eval_iters", "max_new_tokens", "steps", "warmup_steps", "eval_windows",
         "log_interval",
@@ -80,12 +80,12 @@ RANGES = (
 )  # fmt: skip
 
 
-PLAIN = bool | int | float | str | list | tuple | dict  # types of settings; and None
-# train.py's settings (those of the model are GPTConfig's fields): any expression may set them
+PLAIN = bool | int | float | str | list | tuple | dict  # the types of settings (or None)
+# train.py's settings without the model's (GPTConfig's fields): any expression may set them
 KNOWN = {*CHOICES, *(name for _, _, names in RANGES for name in names), "out_dir", "dataset",
          "init_from", "device", "compile", "decay_lr", "eval_only", "wandb_log", "wandb_project",
          "wandb_run_name", "fp8", "average_weights", "always_save_checkpoint"}  # fmt: skip
-ARITHMETIC = {f.__name__: f for f in (abs, float, int, max, min, round, str)}  # for defaults
+ARITHMETIC = {f.__name__: f for f in (abs, float, int, max, min, round, str)}  # in defaults
 # values of these types are converted to the setting's
 NEAR = {int: numbers.Integral, float: numbers.Real, list: list | tuple, tuple: list | tuple}
 SHARED = ("out_dir", "seed", "device", "dtype")  # sample.py takes them from a training config
@@ -112,7 +112,7 @@ def read_settings(
     namespace = namespace or {}
     known = KNOWN | {*getattr(namespace.get("GPTConfig"), "__dataclass_fields__", ())}
     source = Path(script).read_text(encoding="utf-8")
-    lines, settings, section = source.split("\n"), {}, ""  # as ast counts
+    lines, settings, section = source.split("\n"), {}, ""  # ast ends lines only at \n
     scope = {"__builtins__": ARITHMETIC, "math": math}
     for node in ast.parse(source).body:
         called = getattr(getattr(node, "value", None), "func", None)
@@ -169,7 +169,7 @@ def configure(
     for stream in (sys.stdout, sys.stderr):  # replace characters that the terminal lacks
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace", line_buffering=True)
-    sys.argv[1:] = [argument.rstrip("\r") for argument in sys.argv[1:]]  # from a Windows file
+    sys.argv[1:] = [argument.rstrip("\r") for argument in sys.argv[1:]]  # a Windows script's
     script = Path(namespace.get("__file__") or "")
     source = script.read_text(encoding="utf-8", errors="replace") if script.is_file() else ""
     if not re.search(r"(configure|dataset)\(\s*(namespace=)?globals\(", source):
@@ -210,9 +210,8 @@ def configs_for(dataset: str) -> list[Path]:
 
 
 def architecture_note(asked: dict[str, Any], config: dict[str, Any], defaults: type) -> str | None:
-    """A note about settings that ask for another architecture than that of the loaded weights; None
-    if there are none. `asked` are the settings as given, `config` the run's, `defaults` a class
-    with the architecture's defaults."""
+    """A note that names the settings which the loaded weights overrule, or None. `asked` are the
+    settings as given, `config` the run's, `defaults` a class with the architecture's defaults."""
     given = {argument.partition("=")[0] for argument in sys.argv[1:]}
     ignored = [
         f"--{name}={value} (it is {config[name]})"
@@ -271,7 +270,7 @@ def run_config_file(
     try:
         exec(compile(source, path, "exec"), namespace)
     except (Exception, SystemExit) as error:  # exiting is an error too
-        frames = traceback.extract_tb(error.__traceback__)[1:]  # its own, and those of its helpers
+        frames = traceback.extract_tb(error.__traceback__)[1:]  # of the config and its helpers
         own = [f for f in frames if os.path.dirname(os.path.abspath(f.filename)) == folder]
         lines = [f" ({os.path.basename(f.filename)}, line {f.lineno})" for f in own]
         reason = f"{type(error).__name__}: {error}{''.join(lines[-1:])}"
@@ -285,7 +284,7 @@ def run_config_file(
     assigned = {ast.unparse(t) for node in ast.walk(parsed) for t in getattr(node, "targets", ())}
     used = {node.id for node in ast.walk(parsed) if isinstance(node, ast.Name)}
     for node in parsed.body:
-        # n_layer: 6, n_layer == 6, {"n_layer": 6}, or a class of settings that nothing uses
+        # these set nothing: n_layer: 6, n_layer == 6, {"n_layer": 6}, an unused class
         idle = isinstance(node, ast.Expr) and isinstance(node.value, ast.Dict | ast.Compare)
         if isinstance(node, ast.AnnAssign) and not node.value:
             idle = ast.unparse(node.target) not in assigned
@@ -381,13 +380,13 @@ ELSEWHERE = {
 
 
 def nearest(key: str, settings: dict[str, Setting]) -> str:
-    """`, did you mean ...?`, or where to look when nothing is close."""
+    """The end of a message: the nearest setting, or a pointer to --help."""
     if key in ELSEWHERE:
         return f": {ELSEWHERE[key]}"
     close = difflib.get_close_matches(key.replace("-", "_"), settings, n=1)
     if close:
         return f", did you mean {close[0]!r}?"
-    return "; --help lists all (a setting has a plain value, on a line that is not indented)"
+    return "; --help lists all (in your own script: a plain value on an unindented line)"
 
 
 def describe(settings: dict[str, Setting], script: str, positional: str, about: str = "") -> str:
@@ -410,8 +409,8 @@ def describe(settings: dict[str, Setting], script: str, positional: str, about: 
 
 
 def one_line_errors(kind: type[BaseException], error: BaseException, trace: Any) -> None:
-    """An excepthook: UserErrors and errors about files and disks are printed as one line. All other
-    errors keep their traceback, as do errors about files in your own lines of model.py or train.py.
+    """An excepthook: UserErrors, errors about files, Ctrl-C and missing packages become one line.
+    Other errors keep their traceback, and so do file errors in your lines of model.py or train.py.
     """
     frames = [Path(frame.filename) for frame in traceback.extract_tb(trace)]
     ours = [path.name for path in frames if path.parent in (HERE, HERE / "steady")]

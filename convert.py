@@ -1,4 +1,4 @@
-"""Export a run to Hugging Face's format, as a Llama or Qwen3. (train.py --init_from reads it.)
+"""Export a run to Hugging Face's format, as a Llama or Qwen3. (train.py --init_from reads it too.)
 
     python train.py config/finetune_shakespeare.py --init_from=FOLDER_OR_HUB_ID
     python convert.py --out_dir=out-stdlib-char --to=exported
@@ -401,7 +401,7 @@ def write_pretrained(saved: dict[str, Any], folder: Path, dtype: torch.dtype) ->
     beyond = f"values beyond the range of {theirs['torch_dtype']}: use --dtype=bfloat16"
     checkpoint.check_finite(weights, folder, problem=beyond)
     folder.mkdir(parents=True, exist_ok=True)
-    # an earlier export in the folder is only replaced when all files of this one are complete
+    # an earlier export in the folder is replaced only after all new files are complete
     with tempfile.TemporaryDirectory(prefix=".export-", dir=folder) as new:
         new = Path(new)
         try:
@@ -413,13 +413,13 @@ def write_pretrained(saved: dict[str, Any], folder: Path, dtype: torch.dtype) ->
             with atomic_write(new / f"{name}.json") as file:
                 file.write(json.dumps(content, indent=2).encode() + b"\n")
         written = write_hf_tokenizer(saved["tokenizer"], new, metadata)
-        shutil.copymode(new / "config.json", new / "model.safetensors")  # else only we may read it
+        shutil.copymode(new / "config.json", new / "model.safetensors")  # else only you may read it
         for name in ("model.safetensors", "config.json", "generation_config.json", *written):
             (folder / name).parent.mkdir(exist_ok=True)
             (new / name).replace(folder / name)
     earlier = [folder / "special_tokens_map.json", folder / "chat_template.jinja",
                *folder.glob(f"{TEMPLATES}/*.jinja")]  # fmt: skip
-    for path in earlier:  # of an export to the same folder, or your own
+    for path in earlier:  # of an earlier export, or your own
         if path.exists() and path.relative_to(folder).as_posix() not in written:
             names = (Path(f"{path}.old{i or ''}") for i in itertools.count())
             old = path.rename(next(name for name in names if not name.exists()))

@@ -2,7 +2,7 @@
 
 A pre-norm decoder without biases. Its layout is that of Hugging Face's Llama (with qk_norm:
 Qwen3), so weights convert without permutation. It is plain torch: change any line. Sampling is in
-steady/generate.py. The loss (steady/loss.py) holds at most 2**28 logits at a time.
+steady/generate.py. The loss (steady/loss.py) computes about 2**28 logits at a time.
 
 Shapes: B = batch size, T = tokens, C = n_embd, H = n_head, K = n_kv_head, D = head_dim,
 V = vocab_size.
@@ -137,7 +137,7 @@ class Attention(nn.Module):
         self.v_proj = nn.Linear(config.n_embd, self.n_kv_head * self.head_dim, bias=False)
         self.o_proj = nn.Linear(self.n_head * self.head_dim, config.n_embd, bias=False)
         for layer in (self.q_proj, self.k_proj, self.v_proj):
-            layer.head_dim = self.head_dim  # for Muon, which orthogonalises updates by heads
+            layer.head_dim = self.head_dim  # Muon orthogonalises each head's update separately
         self.qk_norm = config.qk_norm
         if self.qk_norm:
             self.q_norm = RMSNorm(self.head_dim, config.norm_eps)
@@ -205,9 +205,9 @@ def fingerprint(weight: Tensor) -> tuple:
 
 @contextlib.contextmanager
 def torchs_initial_weights() -> Iterator[set]:
-    """Yield a set that collects the fingerprint of each nn.Linear and nn.Embedding weight as torch
-    initialises it in the `with` block. A weight whose fingerprint is not in the set was changed
-    afterwards: by you, or by init_weights."""
+    """Yield a set. It collects the fingerprints of the weights that torch gives to new nn.Linear
+    and nn.Embedding layers in the `with` block. If a weight's fingerprint is missing, you or
+    init_weights changed the weight later."""
     found: set = set()
     resets = {kind: kind.reset_parameters for kind in (nn.Linear, nn.Embedding)}
 
@@ -231,7 +231,7 @@ class GPT(nn.Module):
         super().__init__()
         self.config = config
         # Create layers in this block: init_weights leaves those made elsewhere as they are.
-        # (fork_rng undoes the layers' own random draws: init_weights depends on the seed alone.)
+        # (fork_rng restores the random state afterwards: init_weights depends only on the seed.)
         with torch.random.fork_rng([]), torchs_initial_weights() as self.unset:
             self.token_embedding = nn.Embedding(config.vocab_size, config.n_embd)
             self.dropout = nn.Dropout(config.dropout)
@@ -306,7 +306,7 @@ class GPT(nn.Module):
         """
         T = tokens.shape[1]
         assert T <= self.config.block_size, f"{T} tokens, but {self.config.block_size=}"
-        positions = slice(T) if cache is None else cache.reserve(T)  # positions of these T tokens
+        positions = slice(T) if cache is None else cache.reserve(T)
         rope = self.rope_cos[positions], self.rope_sin[positions]  # (T, 1, D) each
         x = self.token_embedding(tokens)  # (B, T, C)
         if compute_dtype(x) == torch.bfloat16:

@@ -129,7 +129,7 @@ with autocast:
 seconds = max(time.perf_counter() - began, 1e-9)
 if num_samples == 1:
     text = text_of(ids)
-    changed = "" if text.startswith(printed) else "\n"  # by a decoder that replaces text
+    changed = "" if text.startswith(printed) else "\n"  # a decoder may replace text
     print(changed + show(text.removeprefix(printed)))
 else:
     for sample in samples[:, len(prompt) :].tolist():

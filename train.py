@@ -12,7 +12,7 @@ resumes it.
 
 import steady
 
-steady.start_script()  # must come before torch: sets up CUDA's allocator, Ctrl-C and more
+steady.start_script()  # before importing torch: sets up CUDA's allocator and Ctrl-C
 
 from collections.abc import Iterable
 from itertools import takewhile
@@ -52,7 +52,7 @@ dataset = "openwebtext"  # a folder in data/, or a path
 batch_size = 12  # sequences per micro-batch; split if out of memory (same global batch)
 gradient_accumulation_steps = 40  # micro-batches per iteration, in total for all GPUs
 block_size = 1024  # context length: tokens per sequence
-short_sequences = 0.0  # for this first part (0 to 1) of the schedule, cut sequences in half
+short_sequences = 0.0  # first part of the schedule (0 to 1) that trains on half sequences
 seed = 1337  # for initial weights, data order and dropout
 # model
 n_layer = 12  # transformer blocks
@@ -75,7 +75,7 @@ beta2 = 0.95  # AdamW's decay rate of the mean squared gradient
 grad_clip = 1.0  # clip the gradient norm to this; 0.0: never
 average_weights = False  # evaluate a blend of weights and their average, and save it in best.pt
 sampled_softmax = 0  # train on the logits of this many tokens, drawn in each step; 0: all
-second_target = 0.0  # also predict the token after next, with this weight; falls to 0 halfway
+second_target = 0.0  # weight of predicting the token after next; falls to 0 halfway through
 # learning-rate schedule
 lr_schedule = "cosine"  # cosine, or wsd (warmup, stable, decay as 1 - sqrt(progress))
 decay_lr = True  # False: keep the rate constant after warmup
@@ -96,7 +96,7 @@ backend = "auto"  # for torch.distributed: auto, nccl, gloo
 config = configure(globals())
 # code that computes settings from others belongs here; all functions see its results
 config |= {name: globals()[name] for name in config}
-asked = dict(config)  # `config` changes if a checkpoint has another architecture
+asked = dict(config)  # `config` gets a loaded model's sizes; `asked` keeps yours
 
 # -----------------------------------------------------------------------------
 # this process: rank, device, dtype, how to compile
@@ -127,7 +127,7 @@ else:
 model_config = GPTConfig.from_settings(
     config | start.model_config, start.model_config["vocab_size"]
 )
-# from here on config has the loaded model's sizes; globals such as n_embd have those asked for
+# from here on config has the loaded model's sizes; globals such as n_embd keep yours
 config |= {key: value for key, value in model_config.settings().items() if key in config}
 train_file, val_file = data.open(block_size, model_config.vocab_size)
 
@@ -182,7 +182,7 @@ def forward_backward(model: torch.nn.Module, micro_batches: Iterable, halve: boo
 
     halve: cut each sequence into two shorter ones.
     """
-    set_second_target(raw_model, iter_num, config)  # here, as the trial step calls this as well
+    set_second_target(raw_model, iter_num, config)  # here: the trial step needs it too
     loss = torch.zeros((), device=process.device)  # a tensor that no CUDA graph overwrites
     for tokens, targets in micro_batches:
         share = len(tokens) / sequences_per_iter
@@ -192,7 +192,7 @@ def forward_backward(model: torch.nn.Module, micro_batches: Iterable, halve: boo
             torch.compiler.cudagraph_mark_step_begin()  # lets graphs reuse memory
         with autocast:
             micro_loss = model(tokens, targets) * share
-        with own_gradients(raw_model, plan.cuda_graphs):  # CUDA graphs overwrite theirs
+        with own_gradients(raw_model, plan.cuda_graphs):  # a graph's next replay overwrites its own
             scaler.scale(micro_loss).backward()
         loss += micro_loss.detach()
     return loss
@@ -289,7 +289,7 @@ saving = Saving(ckpt_path, training_state, process, not eval_only, fit.memory_fl
 with saving:  # from here on a signal ends the run after its step; before, at once
     stopping = stop_request.stop_requested()
     while not stopping:
-        torch.manual_seed(hash((iter_num, seed)))  # a resume draws the same numbers, here too
+        torch.manual_seed(hash((iter_num, seed)))  # a resumed run draws the same numbers here
         # ---- learning rate: warm-up, then cosine or wsd -----------------------
         lr = optim.set_schedule(opt, iter_num, config)
 
@@ -344,7 +344,7 @@ with saving:  # from here on a signal ends the run after its step; before, at on
             read_numbers = hardware.to_host_async(loss, grad_norm, skipped)
         scaler.step(opt)
         scaler.update()
-        # at once, so that a save after an error below counts this step
+        # directly after the step: a save after an error below must count it
         iter_num += 1
         opt.zero_grad()
         averages.update(iter_num)

@@ -8,7 +8,7 @@ We ran it on Debian's English manuals, not on FineWeb: 640 iterations reach a va
 this config with --max_iters=740 ends at a lower loss than nanoGPT's model, in a fifth of the time.
 The learning rate is the best of 3e-3, 4e-3, 5e-3 and 6e-3, the batch size the best of 8, 12, 16 and
 32 sequences. For a width from 384 to 1024, start with a learning rate of 3 / n_embd.
-docs/choosing.md has these runs, and what each part of the recipe is worth. All of this was measured
+docs/choosing.md has these runs, and the gain from each part of the recipe. All of this was measured
 without average_weights and second_target. With them, the longest runs of this config (67M tokens of
 Python packages' documentation and sources, --batch_size=32 --max_iters=2048) end at 2.044 and 2.052
 instead of 2.071 and 2.073. For billions of tokens use train_openwebtext.py, whose batch is larger.

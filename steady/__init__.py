@@ -28,7 +28,7 @@ class UserError(ValueError):
     """An error for the user: it ends a script with one line and no traceback.
 
     The line names the problem, the value and the remedy. Other errors keep their traceback, except
-    for OSErrors and Ctrl-C.
+    for OSErrors, missing packages and Ctrl-C.
     """
 
     def __init__(self, message: str):
@@ -51,8 +51,8 @@ def start_script() -> None:
     sys.excepthook = name_missing_package
     if not any(name in os.environ for name in ALLOCATOR_VARIABLES):
         os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
-    # Importing torch and compiling create millions of long-lived objects. Python's default, garbage
-    # collection after every 700 new ones, takes a quarter of that time.
+    # Importing torch and compiling create millions of long-lived objects. By default Python
+    # collects garbage after every 700 new objects, which takes a quarter of that time.
     gc.set_threshold(50_000)
     warnings.simplefilter("ignore", FutureWarning)  # torch's warnings about its own code
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:

@@ -43,7 +43,7 @@ MAX_ROPE_VALUES = 2**28  # 2 GiB of rotary tables
 THREADS = min(8, os.cpu_count() or 1)  # for writing or reading a checkpoint
 ZEROS = bytes(2**20)
 FORMAT = 1  # increase it when the layout of a checkpoint changes
-# model.py as it is now: you may edit it during the run
+# checksum of model.py at the start: you may edit the file during the run
 MODEL_CODE = zlib.crc32(Path(inspect.getfile(GPTConfig)).read_bytes())
 
 WEIGHTS_ONLY = {  # the keys of best.pt and their types
@@ -53,13 +53,13 @@ EVERYTHING = WEIGHTS_ONLY | {  # the keys of ckpt.pt and their types
     "config": dict, "optimizer": dict, "scaler": dict, "sequences": int,
     "data_ids": dict, "average": dict,
 }  # fmt: skip
-OPTIONAL = {"pretrained": None, "data_ids": {}, "average": {}, "scaler": {}}  # and their defaults
+OPTIONAL = {"pretrained": None, "data_ids": {}, "average": {}, "scaler": {}}  # with defaults
 MODEL = "model.py and its model_config"
 
 
 def as_saved(content: dict[str, Any]) -> dict[str, Any]:
-    """Replace the models, optimizers and scalers in `content` with their state dicts, NumPy's
-    numbers with Python's, and a best_val_loss that is an integer or a tensor with a float."""
+    """Prepare `content` for saving: objects become their state dicts, NumPy's numbers become
+    Python's, and best_val_loss becomes a float."""
     saved = {}
     for key, value in content.items():
         one = isinstance(value, Tensor) and value.numel() == 1
@@ -73,8 +73,8 @@ def as_saved(content: dict[str, Any]) -> dict[str, Any]:
 
 
 def require_plain(content: dict[str, Any], path: Path) -> None:
-    """Raises UserError that names an entry of `as_saved`'s result that can be saved, but not be
-    loaded again: `load` accepts only tensors and plain values, as anything else could run code."""
+    """Raises UserError, with the entry's name, if an entry of `as_saved`'s result can be saved but
+    not loaded again: `load` accepts only tensors and plain values. Others could run code."""
     for key, value in content.items():
         file = io.BytesIO()
         try:
@@ -102,8 +102,8 @@ def save(
 
     torch.save first writes the file without the tensors' data. Threads of all processes then write
     the data, read it back and compare checksums. With fsdp every process writes its own rows, so no
-    process gathers them. If the machines do not share the folder, or if the file system loses what
-    some of them wrote, the first process gathers one tensor at a time and writes it.
+    process gathers them. If the machines do not share the folder, or if the file system loses
+    some of their data, the first process gathers one tensor at a time and writes it.
 
     process: if there are several, all of them must call this.
     read_back: False takes half the time, for a process that may be killed in 30 s (torchrun's limit
@@ -214,7 +214,7 @@ def write_tensors(
         try:
             return write_data(path, part, offset, before, tensor.nbytes - before - part.nbytes)
         except Exception as error:
-            # raised at the end: others may wait for this process (a traceback holds tensors)
+            # raised at the end: others may wait for this process (its traceback would keep tensors)
             failures.append(error.with_traceback(None))
             return 0
 
@@ -233,15 +233,15 @@ def write_tensors(
 
 def write_data(path: Path, part: Tensor, offset: int, before: int = 0, after: int = 0) -> int:
     """Write a part of a tensor to the file `path`, where the tensor is at `offset`. `before` and
-    `after` are the bytes of its other parts. Returns the part's share of the tensor's CRC-32: the
-    XOR of all shares, because a CRC without its initial value is linear (zeros before the part do
-    not change it, zeros after it do)."""
+    `after` are the bytes of its other parts. Returns the part's share of the tensor's CRC-32. The
+    XOR of all shares is that CRC, because a CRC without its initial value is linear: zeros before
+    the part do not change it, zeros after it do."""
     part = part.detach().cpu().resolve_conj().resolve_neg()
     data = part.contiguous().view(-1).view(torch.uint8).numpy()
     with open(path, "rb+") as file:
         file.seek(offset + before)
         file.write(data)
-    start = 0xFFFFFFFF if before else 0  # zlib inverts it: only the first part has an initial value
+    start = 0xFFFFFFFF if before else 0  # inverted by zlib: only the first part has a start value
     crc = zlib.crc32(data, start)
     for left in range(after, 0, -len(ZEROS)):
         crc = zlib.crc32(ZEROS[:left], crc)
@@ -410,10 +410,10 @@ def lacking(content: dict[str, Any], kinds: dict[str, type]) -> list[str]:
 
 
 def check_metadata(metadata: Any, source: str) -> None:
-    """Raises UserError unless it has the form of `Pretrained.metadata` (convert.py)."""
+    """Raises UserError unless `metadata` has the form of `Pretrained.metadata` (convert.py)."""
     dicts = ("config", "generation_config", "tokenizer_config", "special_tokens_map", TEMPLATES)
     try:
-        # JSON, and not lists that contain each other, whose text would never end
+        # it must be JSON; the text of lists that contain each other would never end
         n_parts = sum(1 for _ in islice(json.JSONEncoder().iterencode(metadata), 10**6))
         longest = metadata.get("config", {}).get("max_position_embeddings", 0)
         good = (
@@ -438,7 +438,7 @@ def architecture(saved: dict[str, Any], kind: type[GPTConfig], path: Path) -> GP
         inspect.signature(kind).bind(**settings)
     except TypeError as error:  # a name is unknown or missing
         raise UserError(
-            f"{path}, model_config: {shown(str(error))}: GPTConfig needs the fields that it had "
+            f"{path}, model_config: {shown(str(error))}: give GPTConfig the fields that it had "
             "in that run, or use another --out_dir"
         ) from None
     with naming(f"{path}, model_config"):
@@ -600,7 +600,7 @@ def load_weights(
 
 
 def fill_empty_buffers(model: nn.Module, weights: dict[str, Tensor]) -> None:
-    """Replace buffers that are None, as before the first batch, by tensors like the saved ones."""
+    """Replace buffers that are None (before the first batch) by tensors like the saved ones."""
     device = next((p.device for p in model.parameters()), None)
     for prefix, module in model.named_modules():
         for name, buffer in module._buffers.items():
@@ -669,7 +669,7 @@ def resume(
     was = architecture(saved, type(asked), path).settings()
     if saved["pretrained"]:
         model_config = was | {key: model_config[key] for key in ("block_size", "dropout")}
-    # the data set determines the tokenizer, not a setting
+    # the tokenizer comes from the data set, not from a setting
     if {"tokenizer": "gpt2"} | saved["tokenizer"] != {"tokenizer": "gpt2"} | data.tokenizer:
         raise UserError(
             f"cannot resume {path}: the data set has a different tokenizer; use the --dataset that "
@@ -695,7 +695,7 @@ def resume(
         if best < 0 and saved["best_val_loss"] < math.inf:
             print("note: best.pt is missing: the best loss so far is discarded")
         other_windows = print_changes(saved, data, config, process.dtype)
-        # it may be from a later iteration, or another run's
+        # best.pt may be from a later iteration or another run
         if other_windows or not 0 <= best <= saved["iter_num"] or loss != saved["best_val_loss"]:
             stale_files.append("best.pt")
         if peek(path.with_name("before_decay.pt"), "iter_num", -1) >= saved["iter_num"]:

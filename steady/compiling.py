@@ -60,8 +60,8 @@ class Plan:
 
 
 def plan(compile: bool, mode: str, device: torch.device) -> Plan:
-    """Which parts of torch.compile this run can use. Fixes torch's cache folder and Triton's search
-    for the driver if necessary."""
+    """Which parts of torch.compile this run can use. If necessary, this also replaces
+    an unusable cache folder and helps Triton find the driver."""
     # Our loss is a custom autograd function. By default torch does not cache graphs that contain
     # one, so every start would trace and partition it (13 s instead of 4 for GPT-2 on an H200).
     functorch_config.autograd_cache_allow_custom_autograd_functions = True
@@ -85,9 +85,9 @@ def plan(compile: bool, mode: str, device: torch.device) -> Plan:
 def compile_model(
     model: nn.Module, plan: Plan, sharded: bool = False, checkpointing: str = "none"
 ) -> nn.Module:
-    """The model to run. By default the blocks of `model` are compiled in place, one by one. With
-    CUDA graphs, where each graph costs a launch, the whole model is compiled. Without torch.compile
-    it is `model` itself.
+    """The model to run. By default the blocks and the layers around them are compiled in place, one
+    by one. With CUDA graphs, where each graph costs a launch, the whole model is compiled. Without
+    torch.compile it is `model` itself.
 
     All blocks share the compiled code of one, so a deep model starts just as fast. A model without
     blocks is compiled as a whole. Until `allow_dynamic`, every new shape is compiled separately,
@@ -98,7 +98,7 @@ def compile_model(
         part._compiled_call_impl = None
     if not plan.compiled:
         return model
-    # Variables of the environment set these: code that cannot be compiled would run silently,
+    # Environment variables can set these. Then code that cannot be compiled would run silently,
     # evaluations would use the trial step's weights, and any mode would record CUDA graphs.
     torch._dynamo.config.suppress_errors = False
     torch._inductor.config.freezing = torch._inductor.config.triton.cudagraphs = False

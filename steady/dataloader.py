@@ -185,10 +185,10 @@ class TokenFile:
             raise UserError(f"{self.path} is {foreign}")
         if ids.itemsize == 2 and ids[1::2].max() <= 1 < ids[::2].max():
             raise UserError(
-                f"{self.path} seems to have ids of 32 or 64 bits, as every second of 16 bits is 0 "
+                f"{self.path} seems to hold 32- or 64-bit ids, as every second 16-bit value is 0 "
                 "or 1: read them with their own dtype and write them as uint16, or as uint32 if "
                 'one is above 65,535, with "dtype", "tokenizer" and "vocab_size" in a meta.json '
-                "(with which ids of 16 bits may be as they are, too)"
+                "(if the ids really have 16 bits, that meta.json alone is enough)"
             )
 
     def check(self, ids: np.ndarray) -> None:
@@ -318,7 +318,7 @@ def eval_batches(
         mine = starts[first + process.rank * batch_size :][:batch_size]
         windows = file.windows(np.resize(mine if len(mine) else starts, batch_size))
         tokens, targets = to_batch(windows, process.device)
-        if len(mine):  # a batch without windows has a weight of 0, so its targets may stay
+        if len(mine):  # without windows the weight is 0, so targets do not matter
             targets[len(mine) :] = -1
         batch = (x.to(process.device, non_blocking=True) for x in (tokens, targets))
         yield *batch, len(mine) / n_sequences

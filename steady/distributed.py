@@ -3,7 +3,7 @@
 All processes call these functions at the same points. A single process pays nothing for them.
 
 ddp: every process holds the whole model. After the last micro-step, one all-reduce sums the
-gradients in a single flat tensor; nothing is sent before. So the model stays one compiled graph and
+gradients in a single flat tensor. So the model stays one compiled graph and
 CUDA graphs keep working (DistributedDataParallel splits the graph at its buckets).
 fsdp: PyTorch's FSDP2. Every process holds a shard of the weights, gradients and optimizer state.
 """
@@ -40,7 +40,7 @@ from steady.recompute import repeated_blocks
 NAMES = ("out_dir", "wandb_project", "wandb_run_name")  # settings that do not affect training
 PARAMS_PER_GROUP = 2**27  # fsdp's limit, unless a single block is larger
 TIMEOUT_MINUTES = 5.0  # minutes without an answer before a process counts as hung
-SET_VALUES = "set their initial values in their module's reset_parameters()"  # fsdp's remedy
+SET_VALUES = "set their initial values in their module's reset_parameters()"  # in fsdp's errors
 
 # the number of processes, set by launchers other than torchrun
 SLURM_SIZES = ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")  # of the step, else of the whole job
@@ -63,7 +63,7 @@ class Process(NamedTuple):
 
     @property
     def shards_model(self) -> bool:
-        """fsdp: every process holds a shard of every weight."""
+        """Whether every process holds only a shard of every weight (fsdp)."""
         return self.world_size > 1 and self.parallel == "fsdp"
 
     @property
@@ -99,7 +99,7 @@ def first_in_launch(key: str, value: Any) -> Any:
         store = dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=60))
         key = f"steady/{key}/{sys.argv}"  # a launch can run several commands
         return json.loads(store.compare_set(key, "", json.dumps(value)))
-    except RuntimeError:  # without a store no restart can ask for it
+    except RuntimeError:  # without a store there are no restarts
         return value
 
 
@@ -280,7 +280,7 @@ def gather_objects(process: Process, value: Any) -> list[Any]:
 def require_same(process: Process, value: Any, name: str) -> None:
     """Raises UserError unless `value`, which describes `name`, is the same on all processes."""
     if any(other != value for other in gather_objects(process, value)):
-        raise UserError(f"{name}: not the same on all machines: copy from one to the others")
+        raise UserError(f"{name} differs between machines: copy it from one to the others")
 
 
 def require_same_files(*paths: Path) -> None:
@@ -325,7 +325,7 @@ def exit_now(status: int = 0) -> None:
 
 
 def flush_files() -> None:
-    """Write what open files still have in their buffers, as Python's own shutdown does."""
+    """Write the buffers of open files, as Python's own shutdown does."""
     gc.unfreeze()  # memory.fit has hidden the set-up's objects
     objects = gc.get_objects()
     kinds = {kind for kind in {*map(type, objects)} if issubclass(kind, io.IOBase)}  # slow
@@ -375,9 +375,9 @@ def persistent_buffers(model: nn.Module) -> list[Tensor]:
 def sum_gradients(
     process: Process, model: nn.Module, optimizer: torch.optim.Optimizer | None = None
 ) -> None:
-    """With ddp, replace the gradients by their sums over all processes, in one all-reduce: those of
-    the model and of other parameters that the optimizer trains. With ddp and fsdp, all processes
-    also get rank 0's buffers (running statistics, for example).
+    """With ddp, replace each gradient by its sum over all processes, in one all-reduce. This
+    includes parameters outside the model that the optimizer trains. With ddp and fsdp, all
+    processes also get rank 0's buffers (running statistics, for example).
 
     A parameter's gradient stays None if no process has one, so that the optimizer skips it.
     """
@@ -413,7 +413,7 @@ def shard(model: nn.Module, process: Process) -> None:
     Raises UserError that names scalar parameters, which FSDP2 cannot shard, and tensors whose
     initial values are set in the model's code only.
     """
-    if not process.shards_model:  # AdamW needs it; and so one process trains as several do
+    if not process.shards_model:  # AdamW needs dense memory; several processes do, too
         own_memory(model.parameters())
         if process.world_size > 1:
             for tensor in (*model.parameters(), *persistent_buffers(model)):
@@ -474,9 +474,9 @@ def require_initial_values(model: nn.Module) -> None:
     the meta device that would not get the initial values from the model's code.
 
     The meta device stores no values. So this builds a small model of the same class with and
-    without fsdp: with the first blocks, until it has one of each kind. If every random operation
-    starts from the same seed, their order does not matter, and all values must be equal up to
-    rounding.
+    without fsdp. It has the first blocks, as many as it takes to include each kind. If every
+    random operation starts from the same seed, their order does not matter, and all values must be
+    equal up to rounding.
     """
     blocks = repeated_blocks(model)
     owners = [{*block.parameters()} for block in blocks]

@@ -1,4 +1,4 @@
-"""Checks of what torch depends on: compilers, libcuda, the allocator."""
+"""Checks of torch's dependencies: compilers, libcuda, the allocator."""
 
 import atexit
 import contextlib
@@ -71,8 +71,8 @@ def provide_libcuda(maps: Path = Path("/proc/self/maps")) -> str | None:
 
 
 def cache_obstacle() -> str | None:
-    """The problem if the folder in TORCHINDUCTOR_CACHE_DIR is not writable. It also unsets that
-    variable, because torch needs a folder even for eager training; its default is temporary."""
+    """If the folder in TORCHINDUCTOR_CACHE_DIR is not writable, unset the variable and return the
+    problem. Even eager training needs a folder; torch's default is a temporary one."""
     chosen = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
     try:
         if chosen:

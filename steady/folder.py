@@ -27,7 +27,7 @@ FILES = ("ckpt.pt", "before_decay.pt", "best.pt", "metrics.jsonl")
 CANNOT = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EPERM, errno.ENOTTY)
 
 LFS_POINTER = b"version https://git-lfs.github.com/spec/"  # how such a file begins
-KEPT_ARCHIVES = 2  # archived runs in a folder
+KEPT_ARCHIVES = 2  # earlier runs to keep in a folder
 MARK = ".archived"  # marks the folders that we created for them
 
 # descriptors of each claimed folder's lock file and of the folder, open until the process ends
@@ -81,8 +81,8 @@ def claim(out_dir: Path, names: Sequence[str] = FILES) -> None:
 
 def require_file(path: Path) -> None:
     """Raises UserError if `path` exists but is not a regular file: reading a FIFO or a device may
-    never end. (The same goes for some files in /proc, which look regular.) Also raises it for what
-    `git clone` leaves in place of a large file if Git LFS is not installed."""
+    never end. (The same goes for some files in /proc, which look regular.) Also raises it for a
+    pointer, which `git clone` leaves in place of a large file if Git LFS is not installed."""
     if path.exists() and (not path.is_file() or str(path.resolve()).startswith("/proc/k")):
         kind = "folder" if path.is_dir() else "device or pipe"
         raise UserError(f"{path} is a {kind}, not a file")
@@ -103,8 +103,8 @@ def naming(place: str, *kinds: type[Exception]) -> Iterator[None]:
 
 def hold_lock(out_dir: Path) -> None:
     """Check that `out_dir`, if this process has claimed it, is still the same folder. If it was
-    moved or removed, claim it again and archive what another run has left there since. (If only the
-    lock file was removed, and no other run has started since, just lock the folder again.)
+    moved or removed, claim it again and archive the files that another run has left there.
+    (If only the lock file was removed, and no other run has started since, just lock it again.)
 
     Raises UserError if another run is writing there now.
     """
@@ -132,9 +132,9 @@ def is_same_file(path: Path, opened: int) -> bool:
 
 def archive_previous_run(out_dir: Path, names: Sequence[str] = FILES) -> None:
     """Move an earlier run's files to a new folder in `out_dir`: `previous`, or if that exists
-    `previous-2`, and so on. Keeps only KEPT_ARCHIVES archives: this one and the last others,
-    preferably those with a checkpoint. A resume moves only some of the files: then all others
-    with a checkpoint stay."""
+    `previous-2`, and so on. Then remove old archives until KEPT_ARCHIVES are left, this one
+    included; those without a checkpoint go first. A resume, which moves only some of the files,
+    removes none with a checkpoint."""
     found = [out_dir / name for name in names if (out_dir / name).exists()]
     if not found:
         return

@@ -39,7 +39,7 @@ class KVCache:
         device: torch.device,
         dtype: torch.dtype,
     ):
-        # an edited model may lack these: then all heads have keys, or there is no attention
+        # an edited model may lack these (without n_head it has no attention)
         heads, layers = getattr(config, "n_head", 0), getattr(config, "n_layer", 0)
         key_heads = getattr(config, "n_kv_head", heads)
         head_dim = getattr(config, "head_dim", 0) or getattr(config, "n_embd", 0) // max(1, heads)
@@ -153,8 +153,8 @@ def generate(
 
 
 def logits_of(model: GPT, tokens: Tensor, **more: Any) -> Tensor:
-    """The model's logits (B, T, V). An edited one may return them with a loss, as nanoGPT's
-    does: (logits, loss); or under the name `logits`, as transformers' models do."""
+    """The model's logits (B, T, V). An edited model may return a tuple, such as nanoGPT's
+    (logits, loss), or an object with `logits`, as transformers' models do."""
     found = model(tokens, **more)
     found = found.get("logits") if isinstance(found, Mapping) else getattr(found, "logits", found)
     parts = found if isinstance(found, tuple | list) else [found]
@@ -175,7 +175,7 @@ def cache_is_exact(model: GPT, vocab_size: int, length: int) -> bool:
     if length < 2:
         return True
     dtype = compute_dtype(weight)  # with autocast and fsdp it differs from the weights' dtype
-    # rounding alone makes up to 0.026 in bfloat16 and 0.0025 in TF32 (124M, H100)
+    # rounding alone causes up to 0.026 in bfloat16 and 0.0025 in TF32 (124M, H100)
     tolerance = 0.05 if dtype.itemsize < 4 else 0.01 if weight.is_cuda else 1e-3
     # several short ones, because an edit may change some positions only
     for B, T, steps in ((1, longest, 1), (8, short, short // 2)):
@@ -196,8 +196,8 @@ def cache_is_exact(model: GPT, vocab_size: int, length: int) -> bool:
 
 
 def probe_tokens(length: int, vocab_size: int) -> Tensor:
-    """Token ids (length,) for comparing two models: spread over the vocabulary, and in between
-    those that often separate documents, the first four and the last."""
+    """Token ids (length,) for comparing two models. Most are spread over the vocabulary; every
+    eighth is one of the first four or the last, which often separate documents."""
     places = torch.arange(length)
     separators = torch.tensor([0, 1, 2, 3, vocab_size - 1]) % vocab_size
     spread = places * 7919 % vocab_size
@@ -246,7 +246,7 @@ def as_cuda_graph(
 ) -> Callable[[Tensor], Tensor]:
     """Record `function` for tensors like `example`: hundreds of kernels become one launch.
 
-    Run it once before, because recording does not run it. Every call returns the same tensor.
+    Run `function` once before: recording does not run it. Every call returns the same tensor.
     """
     graph, static = torch.cuda.CUDAGraph(), example.clone()
     with torch.cuda.graph(graph):

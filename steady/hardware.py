@@ -104,7 +104,7 @@ def peak_flops(device: torch.device, dtype: torch.dtype, devices: int = 1) -> fl
         return None
     name = torch.cuda.get_device_name(device)
     for key, peak in PEAK_TFLOPS.items():
-        if re.search(rf"\b{key}\b(?! (Laptop|D|Ti|SUPER)\b)", name):  # other GPUs
+        if re.search(rf"\b{key}\b(?! (Laptop|D|Ti|SUPER)\b)", name):  # those are other GPUs
             return devices * peak * 1e12
     return None
 

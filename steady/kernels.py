@@ -1,4 +1,4 @@
-"""Whether Triton kernels run; Triton needs a C compiler. Plain torch takes more time and memory."""
+"""Checks whether Triton kernels run (Triton needs a C compiler). Plain torch takes more memory."""
 
 import functools
 

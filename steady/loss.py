@@ -80,7 +80,7 @@ class LinearCrossEntropy(nn.Module):
             weight, bias = head.weight, head.bias
             if self.sampler is not None and self.training and torch.is_grad_enabled():
                 weight, bias, targets = self.sampler(weight, bias, targets)
-            if bias is not None:  # 8 more features, which are 1; each has an eighth of it
+            if bias is not None:  # as 8 more features of 1, with an eighth each
                 hidden, weight = F.pad(hidden, (0, 8), value=1.0), F.pad(weight, (0, 8))
                 weight[:, -8:] = bias[:, None] / 8
             return linear_cross_entropy(hidden, weight, targets, share=self.share)

@@ -1,8 +1,8 @@
 """If a training step does not fit into memory, split the same batch into smaller micro-batches.
 
-`fit` tries real steps, except for sizes that a rough estimate rules out. The estimate decides alone
-before the model is built, on CPUs (Linux hands out memory that it does not have), and with fsdp,
-where a process that fails would leave the others waiting.
+`fit` tries real steps, except for sizes that a rough estimate rules out. Only the estimate counts
+before the model is built, and with fsdp, where a process that fails would leave the others waiting.
+On CPUs it is stricter, because Linux hands out memory that it does not have.
 """
 
 import contextlib
@@ -20,8 +20,8 @@ from steady import UserError, compiling, distributed, hardware
 from steady.compiling import Plan
 from steady.distributed import Process
 
-# share of the memory that a rough estimate may use if there is no second try, on GPUs and on CPUs,
-# where uncompiled code takes up to 1.7 times the estimate
+# share of the memory that the estimate may use without a second try: on GPUs, and on CPUs, where
+# uncompiled code takes up to 1.7 times the estimate
 SAFETY_MARGIN, CPU_MARGIN = 0.8, 0.5
 
 # the messages of GPUs, their libraries, and CPUs
@@ -53,7 +53,7 @@ def rough_gib(config: dict[str, Any], sequences: int, process: Process) -> float
     for transformers is accurate to within a third: 12 n_layer n_embd^2 parameters of 16 bytes
     (weights, gradients and AdamW's two moments; 8 more to average weights; 4 for evaluation), and
     34 bytes per token, layer and unit of width (Korthikanti et al. 2022)."""
-    if not {"n_embd", "n_layer"} <= config.keys():  # you have renamed them
+    if not {"n_embd", "n_layer"} <= config.keys():  # an edit has renamed them
         return 0.0
     width, layers = config["n_embd"], config["n_layer"]
     kind = config.get("activation_checkpointing", "none")
@@ -171,8 +171,8 @@ def fit(
 @contextlib.contextmanager
 def undone(model: nn.Module, optimizer: Any) -> Iterator[None]:
     """At the end of the `with` block, undo the trial step in it: drop the gradients, and give the
-    buffers their earlier values. In the block, the optimizer's step only calls its closure. Prints
-    a note if parameters were changed in place nevertheless."""
+    buffers their earlier values. In the block, the optimizer's step only calls its closure. If the
+    block changed parameters in place, it prints a note."""
     before = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
     empty = [(m, name) for m in model.modules() for name, b in m._buffers.items() if b is None]
     versions = {p: p._version for p in model.parameters() if not p.is_inference()}
@@ -207,7 +207,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def release() -> None:
-    """Free what a failed attempt left behind: compiled code, CUDA graph pools, cached blocks."""
+    """Free the remains of a failed attempt: compiled code, CUDA graph pools, cached blocks."""
     torch._dynamo.reset()
     if torch.cuda.is_initialized():  # not on a CPU
         from torch._inductor import cudagraph_trees

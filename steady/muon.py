@@ -30,7 +30,7 @@ POLYNOMIALS = (
     (3.454472, -2.487546, 0.477513),
     (2.511527, -1.852448, 0.438833),
 )
-MARGIN = 1.02  # divide a matrix by this times its norm, for the same reason
+MARGIN = 1.02  # a matrix is divided by this times its norm, for the same reason
 ROW_DECAY = 0.95  # decay of each row's running mean square
 UPDATE_RMS = 0.2  # typical for AdamW, so that one learning rate serves both
 
@@ -59,7 +59,7 @@ def scale_rows(update: Tensor, mean_square: Tensor, usable: Tensor, lr: Tensor) 
     update = update.to(mean_square.dtype)
     now = update.square().mean(dim=2, keepdim=True)
     mean_square.lerp_(now, usable * (1.0 - ROW_DECAY))
-    # for a row that stays zero, avoid 0 * infinity
+    # a row that stays zero would give 0 * infinity
     return update * (usable * lr * UPDATE_RMS * mean_square.clamp(min=1e-30).rsqrt())
 
 

@@ -1,6 +1,6 @@
 """AdamW and Muon, clipping, gradients for CUDA graphs, averaged weights, schedules, second targets.
 
-Any torch optimizer can replace ours.
+Most torch optimizers can replace ours.
 """
 
 import contextlib
@@ -17,7 +17,7 @@ from steady.distributed import is_sharded, local_rows, local_shards, own_memory,
 from steady.loss import LinearCrossEntropy
 from steady.recompute import repeated_blocks
 
-# initial value, final value, and warm-up steps: more than a short run has (docs/choosing.md)
+# initial value, final value, and warm-up steps (a short run has fewer; docs/choosing.md)
 MUON_MOMENTUM = 0.85, 0.95, 1500
 MUON_ELEMENTS = 2**26  # matrix elements per batched update: limits its memory
 # Averaged weights: after n iterations the first one's weight has fallen as n^-8, so the average
@@ -29,8 +29,8 @@ IGNORE_FOUND_INF = ("mps",)  # devices whose fused AdamW ignores found_inf
 
 
 class AdamW(torch.optim.AdamW):
-    """torch's fused AdamW. The next step changes nothing if `found_inf` (scalar, on the device, so
-    that nobody waits for it; GradScaler sets it too) is 1.0. `zero_grad` cancels this.
+    """torch's fused AdamW. If `found_inf` is 1.0, the next step changes nothing. It is a scalar on
+    the device, so that the host need not wait. GradScaler sets it too; `zero_grad` removes it.
 
     It updates sharded parameters (FSDP2) through this process's shards, as plain tensors, since
     every DTensor costs the host time.
@@ -71,8 +71,8 @@ class AdamW(torch.optim.AdamW):
             tensors[:] = local_shards(tensors)
         weights, gradients = lists[:2]
         for i, (weight, gradient) in enumerate(zip(weights, gradients, strict=True)):
-            if weight.stride() != gradient.stride():  # one that you have set; on a CPU the fused
-                # kernel would pair the wrong elements
+            if weight.stride() != gradient.stride():  # you have set one with other strides: on
+                # a CPU the fused kernel would pair the wrong elements
                 gradients[i] = torch.empty_like(weight, dtype=gradient.dtype).copy_(gradient)
         return has_complex
 
@@ -117,14 +117,14 @@ class Muon(AdamW):
         torch.optim.Optimizer.__setstate__(self, state)
 
     def stacks(self, parameters: list[nn.Parameter]) -> Iterator[tuple[list[nn.Parameter], int]]:
-        """Yield parameters of one shape and dtype, as many as are updated at once, and rows per
-        head or 0."""
+        """Yield lists of parameters to update together (one shape and dtype), each with its rows
+        per head, or 0."""
         kinds: dict[tuple[torch.Size, torch.dtype, int], list[nn.Parameter]] = {}
         for p in parameters:
             kinds.setdefault((p.shape, p.dtype, self.head_dims.get(p, 0)), []).append(p)
-        for (shape, _, head_dim), alike in kinds.items():
+        for (shape, _, head_dim), same in kinds.items():
             n = max(1, MUON_ELEMENTS // max(1, shape.numel()))
-            yield from ((alike[i : i + n], head_dim) for i in range(0, len(alike), n))
+            yield from ((same[i : i + n], head_dim) for i in range(0, len(same), n))
 
     def stack_momenta(self) -> None:
         """Keep the momenta of matrices that are updated together in one tensor, so that updates
@@ -182,7 +182,7 @@ class Muon(AdamW):
 
 
 def stacked(tensors: list[Tensor]) -> Tensor:
-    """The tensor (n, ...) whose slices `tensors` are, in this order, or else a copy of them."""
+    """The tensor (n, ...) that consists of `tensors`, in this order; a copy if there is none."""
     whole = tensors[0]._base
     if whole is not None and whole.dim() == tensors[0].dim() + 1:
         own, slices = ([(t.data_ptr(), t.shape, t.stride()) for t in x] for x in (tensors, whole))
@@ -318,8 +318,8 @@ def own_gradients(model: nn.Module, cuda_graphs: bool) -> Iterator[None]:
     that the next replay overwrites (F01), so add them to the earlier ones, or copy them, at the end
     of the block. (The usual advice, marking steps or cloning activations, does not help.)
 
-    Until then each `.grad` is set aside, so that one kernel can add many gradients. A parameter
-    with a hook that autograd calls after its addition keeps that addition.
+    Until then each `.grad` is set aside, so that one kernel can add many gradients. Parameters
+    with a post-accumulate hook are left to autograd.
     """
     if not cuda_graphs:
         yield
@@ -408,7 +408,7 @@ def clip_gradients(optimizer: torch.optim.Optimizer, limit: float) -> Tensor:
     """
     parameters = [p for _, p in members(optimizer)]
     for parameter in parameters:
-        gradient = parameter.grad  # torch.autograd.grad may expand one value
+        gradient = parameter.grad  # torch.autograd.grad may expand it
         if gradient is not None and (gradient.is_inference() or 0 in gradient.stride()):
             parameter.grad = gradient.clone()
     gradients = [p.grad for p in parameters if p.grad is not None]
@@ -493,8 +493,8 @@ def decay_start(config: dict[str, Any]) -> int | None:
 
 
 def set_schedule(optimizer: torch.optim.Optimizer, step: int, config: dict[str, Any]) -> float:
-    """Set the learning rate and Muon's momentum for step `step`; returns the learning rate. A group
-    with a rate of its own has this as its peak. If one of torch's schedulers is attached, rates
+    """Set the learning rate and Muon's momentum for step `step`; returns the learning rate. If a
+    group has its own rate, that rate is its peak. If one of torch's schedulers is attached, rates
     stay as it sets them."""
     lr, peak = learning_rate_at(step, config), config["learning_rate"]
     note_own_rates(optimizer)
@@ -510,8 +510,9 @@ def set_schedule(optimizer: torch.optim.Optimizer, step: int, config: dict[str, 
 
 
 def note_own_rates(optimizer: torch.optim.Optimizer) -> None:
-    """Note the groups' rates, before a schedule or a resume changes them, if any differs from the
-    optimizer's default. (A rate that equals the default may be meant too.)"""
+    """If a group's rate differs from the optimizer's default, store all groups' rates as their
+    peaks, before a schedule or a resume changes them. (One that equals the default may be meant.)
+    """
     default = getattr(optimizer, "defaults", {}).get("lr")
     rates = [group.get("peak_lr", group.get("lr")) for group in optimizer.param_groups]
     own = default is not None and any(rate not in (None, default) for rate in rates)
@@ -520,8 +521,8 @@ def note_own_rates(optimizer: torch.optim.Optimizer) -> None:
 
 
 def loss_layers(model: nn.Module, setting: str) -> list[LinearCrossEntropy]:
-    """The layers through which a setting of the loss works. Raises UserError if there is none. One
-    that the model has but does not call has no effect."""
+    """The model's LinearCrossEntropy layers, which apply `setting`. Raises UserError if there are
+    none. A layer that the model never calls has no effect."""
     layers = [layer for layer in model.modules() if isinstance(layer, LinearCrossEntropy)]
     if not layers:
         raise UserError(

@@ -34,7 +34,7 @@ def waiting(
         from tqdm import tqdm
     except ImportError:
         return items
-    terminal = sys.stderr.isatty()  # in a log file updates stay, so end with a line feed
+    terminal = sys.stderr.isatty()  # a log file keeps all updates: end with a line feed
     return tqdm(items, desc=what, total=total, disable=quiet, delay=5, dynamic_ncols=True,
                 mininterval=0.5 if terminal else 10, leave=not terminal, **options)  # fmt: skip
 
@@ -69,8 +69,8 @@ class SafeStream(io.FileIO):
 
 
 def name_missing_package(kind: type[BaseException], error: BaseException, trace: Any) -> None:
-    """An excepthook until configure() installs its own, which calls it: a missing package is one
-    line."""
+    """An excepthook that reports a missing package in one line. configure() later installs
+    one_line_errors, which calls it."""
     name = error.name if isinstance(error, ModuleNotFoundError) else None
     if name in ("tokenizers", "safetensors", "matplotlib"):  # not in requirements.txt
         print(f"error: this needs {name}: pip install {name}", file=sys.stderr)

@@ -47,7 +47,7 @@ SPLITS = ("train", "val")
 FILES = (*(f"{split}.bin" for split in SPLITS), "meta.json")  # of a data set
 BATCH = 2**22  # characters that a thread tokenizes at a time
 DOCUMENTS_PER_SHARD = 50_000
-BPE_BYTES = 2**28  # of text to train a BPE on
+BPE_BYTES = 2**28  # most bytes of text to train a BPE on
 # `datasets` would use its copy of a folder, and its number of rows, even if the files have changed
 FRESH = {"download_mode": "force_redownload", "verification_mode": "no_checks"}
 
@@ -139,8 +139,8 @@ def batches(pieces: Iterator[Piece]) -> Iterator[list[Piece]]:
 def encode_batches(
     tokenizer: Tokenizer, batches: Iterable[list[Piece]], num_proc: int
 ) -> Iterator[tuple[dict[str, np.ndarray], dict[str, int], list[str]]]:
-    """The results of `encode_batch` on every batch, in order. Threads take turns, with at most two
-    batches for each of them in memory."""
+    """The results of `encode_batch` on every batch, in order. The threads work at the same
+    time, with at most two batches per thread in memory."""
     num_proc = min(num_proc, 4 * (os.cpu_count() or 1))  # thousands would take all memory
     pool, pending = ThreadPoolExecutor(num_proc), deque()
     try:
@@ -295,7 +295,7 @@ def prepare_hub_dataset(namespace: dict[str, Any]) -> None:
             path,
             config["name"] or None,
             split=split,
-            streaming=streaming,  # else `datasets` keeps a copy
+            streaming=streaming,  # False: `datasets` keeps a copy
             **(FRESH if Path(path).is_dir() else {"revision": config["revision"]}),
             num_proc=num_proc if num_proc > 1 and not streaming else None,
         ).select_columns("text")

@@ -74,8 +74,8 @@ def use_activation_checkpointing(model: nn.Module, kind: str) -> None:
 
 def keep_or_recompute(_context: Any, operation: Any, *inputs: Any, **named: Any) -> Any:
     """Whether `selective` keeps an operation's output or recomputes it. On a GPU attention may draw
-    random numbers (dropout). It is not repeated, so nothing that is repeated may draw any: it would
-    get other numbers."""
+    random numbers (dropout). Its output is kept. Nothing that is recomputed may draw random
+    numbers, because it would get different ones."""
     draws = torch.Tag.nondeterministic_seeded in operation.tags and torch.cuda.is_initialized()
     policy = checkpoint.CheckpointPolicy
     return policy.MUST_SAVE if operation in ATTENTION or draws else policy.PREFER_RECOMPUTE

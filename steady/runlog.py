@@ -87,7 +87,7 @@ class RunLog:
                 shown.append(f"{name}={config[name]}")
         text = "settings " + (", ".join(shown) or "all at their defaults")
         self.line(textwrap.fill(text, 100, subsequent_indent="  ", break_on_hyphens=False))
-        from model import GPTConfig  # here, as model.py may import this file
+        from model import GPTConfig  # here: model.py may import this file
 
         for note in architecture_note(asked, config, GPTConfig), schedule_note(config):
             if note:
@@ -143,8 +143,8 @@ class RunLog:
         return output.waiting(batches, math.ceil(n_batches), what, self.quiet, unit="batch")
 
     def evaluation(self, entry: dict[str, Any], best: bool) -> None:
-        """Log an evaluation, which has taken the time since `paused` began. `entry` has iter, and
-        losses by name; val_bpb are validation bits per byte."""
+        """Log an evaluation, which has taken the time since `paused` began. `entry` has
+        `iter` and losses by name; `val_bpb` is bits per byte of validation text."""
         seconds = time.perf_counter() - self.paused_at
         losses = [
             f"{name.replace('_', ' ')} {value:7.4f}" for name, value in entry.items()

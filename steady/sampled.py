@@ -19,7 +19,7 @@ from steady.dataloader import TokenFile, even_starts
 from steady.optim import loss_layers
 
 COUNTED_TOKENS = 2**22  # of train.bin, to estimate how frequent each token is
-EVEN_SHARE = 0.25  # of the frequencies, spread evenly: bounds the weight of rare tokens
+EVEN_SHARE = 0.25  # of the probability, spread evenly: bounds the weight of rare tokens
 
 
 class VocabularySampler(nn.Module):
@@ -72,8 +72,8 @@ def use_sampled_softmax(
 ) -> None:
     """Let training losses use config["sampled_softmax"] tokens of the vocabulary, if it is larger.
 
-    If less than half of them would be drawn besides the targets of a micro-batch, say so and use
-    more, since the counts of a few would be large.
+    If less than half of them would be drawn besides the targets of a micro-batch, print a note
+    and use more: with few tokens the counts would be large.
     """
     size, vocab_size = config.get("sampled_softmax", 0), config.get("vocab_size", 0)
     if not 0 < size < vocab_size or config.get("eval_only"):

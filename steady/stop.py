@@ -1,5 +1,5 @@
 """How a run ends: on a signal (Ctrl-C, SIGTERM, a lost terminal), a loss that is not finite, or an
-error. Saves the state and prints the command that resumes the run."""
+error. The code here saves the state and prints the command that resumes the run."""
 
 import math
 import os
@@ -40,13 +40,12 @@ def on_signals(names: Sequence[str], handler: Callable) -> None:
 
 class StopRequest:
     """Records the first signal. The run then finishes its step or leaves its evaluation, and saves.
-    Before `training` is set there is nothing to save, and a signal ends the process at once. (The
-    default handlers would not: Linux drops their signals for the first process of a container.)
+    Before `training` is set there is nothing to save, and a signal ends the process at once.
+    (Default handlers would not: Linux ignores such signals for a container's first process.)
 
     A second Ctrl-C ends a run with a single process at once. (torchrun forwards one Ctrl-C several
-    times.) Repeats of other signals are ignored: nobody types SIGTERM, and a wrapper may send it
-    twice, or together with SIGINT. With `saves=False` signals keep their default effect and end
-    the run.
+    times.) Other repeated signals are ignored: a wrapper may send SIGTERM twice, or with SIGINT.
+    With `saves=False` signals keep their default effect and end the run.
     """
 
     def __init__(self, process: Process, saves: bool = True):
@@ -66,9 +65,9 @@ class StopRequest:
         if not self.training:
             raise KeyboardInterrupt if signum == signal.SIGINT else SystemExit(128 + signum)
         typed = first and signum == signal.SIGINT and self.process.world_size == 1
-        # not an error at the next Ctrl-C: raising here could deadlock the reader thread
+        # the next Ctrl-C must not raise here: that could deadlock the reader thread
         signal.signal(signal.SIGINT, signal.SIG_DFL if typed else self.receive)
-        if first and self.process.master:  # not print: the signal may have interrupted one
+        if first and self.process.master:  # print may be what the signal has interrupted
             again = b"; Ctrl-C again stops at once" if typed else b""
             output.SafeStream(1, 2).write(b"\nstopping and saving" + again + b"\n")
 
@@ -121,7 +120,7 @@ class Saving:
                 self.say(
                     f"warning: {count}: if your loop is in a function, it needs global iter_num"
                 )
-            # else stopped by a signal
+            # False if a signal stopped the run
             finished = iter_num >= state.get("config", {}).get("max_iters", 0)
             # only the first process looks: another machine may not have the file
             other = self.process.master and (

@@ -83,8 +83,8 @@ def files_matching(pattern: str) -> list[Path]:
 def pieces_of(
     path: Path, number: int, column: str, val_fraction: float, tokenizer: Tokenizer
 ) -> Iterator[Piece]:
-    """The documents of the file with that number. The last `val_fraction` of a text file is held
-    out, or evenly spread rows of other files.
+    """The documents of the file with that number. A text file's last `val_fraction` is held out; in
+    other files, evenly spread rows.
 
     tokenizer: cuts long texts. Raises UserError with the file's name if it cannot be read.
     """
@@ -93,7 +93,7 @@ def pieces_of(
         yield from text_pieces(path, val_fraction, tokenizer)
         return
     with reading(path) as file:
-        phase = number * GOLDEN % 1  # so that some of many small files have held-out rows too
+        phase = number * GOLDEN % 1
         for row, (where, text, problem) in enumerate(rows_of(path, file, column)):
             before, after = (n * val_fraction + phase for n in (row, row + 1))
             split = "val" if int(after) > int(before) else "train"
@@ -129,8 +129,8 @@ def reading(path: Path) -> Iterator[BinaryIO]:
 
 
 def check_start(path: Path) -> None:
-    """Raises UserError unless a file is regular and begins with text, which must not be rows under
-    the name of another kind of file."""
+    """Raises UserError unless a file is regular and begins with text. Rows of JSON and tables must
+    have the name of their kind."""
     require_file(path)
     suffix = unpacked_suffix(path)
     if path.suffix.lower() in PACKED and not path.stat().st_size:  # an interrupted download
@@ -237,7 +237,7 @@ def csv_rows(path: Path, file: BinaryIO, column: str) -> Iterator[Row]:
             # most .tsv files have no quoting: such quotes belong to the text, and swallow rows
             several = [field for field in fields if "\n" in field]
             if delimiter == "\t" and any("\t" in f or len(header) == 1 for f in several):
-                raise csv.Error("unlike in .csv files, a quoted cell may not have line breaks")
+                raise csv.Error("a quoted cell of a .tsv file may not have line breaks")
             if fields:
                 yield f"line {reader.line_num}", found, problem
             place = f"row that starts at line {reader.line_num + 1}"

@@ -39,10 +39,10 @@ class Tokenizer(Protocol):
 
 GPT2_FILES = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main"
 PIECE = 2**18  # characters of a long text to tokenize at a time
-BORDER = re.compile(r"(?<=\S)[ \t\r\n]|(?<=[。！？])(?=[^\W_])")  # hardly any token crosses these
+BORDER = re.compile(r"(?<=\S)[ \t\r\n]|(?<=[。！？])(?=[^\W_])")  # few tokens cross these
 ANYWHERE = re.compile("")  # for characters and bytes
 NOWHERE = re.compile(r"(?!)")  # for tokens that depend on their place, or span several words
-SEVERAL_WORDS = re.compile(r"[^\sĠĊĉ▁][\sĠĊĉ▁]+[^\sĠĊĉ▁]")  # in the spellings of vocabularies
+SEVERAL_WORDS = re.compile(r"[^\sĠĊĉ▁][\sĠĊĉ▁]+[^\sĠĊĉ▁]")  # tokens as vocabularies spell them
 WINDOW = 2**11  # characters to look at on each side of a cut
 CONTROL = re.compile(r"<.+>|\[.+\]")  # names of tokens that are no ordinary text
 
@@ -50,9 +50,9 @@ CONTROL = re.compile(r"<.+>|\[.+\]")  # names of tokens that are no ordinary tex
 def cut_text(
     tokenizer: Tokenizer, chunks: Iterable[str], before: str = "", after: str = ""
 ) -> Iterator[tuple[str, str, str]]:
-    """Cut the text in `chunks` where that does not change its ids. Yields pieces of it, each
-    between at least WINDOW characters before it and at most as many after it. The text before
-    begins at a border too, so that the words in it are those of the whole text.
+    """Cut the text in `chunks` where that does not change its ids. Yields (before, piece,
+    after): at least WINDOW characters of the text before the piece, and at most WINDOW after it.
+    `before` begins at a border too, so that the words in it are those of the whole text.
 
     before, after: at least WINDOW characters of the text around it, if it is part of a longer one.
     """
@@ -163,7 +163,7 @@ class GPT2Tokenizer(Tokenizer):
             parts = [self.encode(part) for part in text.split("<|endoftext|>")]
             return parts[0] + [i for part in parts[1:] for i in (self.end_of_text, *part)]
         if len(text) < 2 * PIECE:
-            # the ids as an array: threads would wait for each other to make lists
+            # ids as an array: making lists, threads would wait for each other
             return self.encoding.encode_to_numpy(text, disallowed_special=())
         # tiktoken's own word search panics on half a million spaces or more (tiktoken#15)
         import regex  # a dependency of tiktoken
@@ -252,7 +252,7 @@ class HFTokenizer(Tokenizer):
 
     def encoding_of(self, tokenizer: Any, text: str) -> Any:
         try:
-            # unlike encode, it releases Python's lock
+            # encode_batch releases Python's lock, encode does not
             return tokenizer.encode_batch([text], add_special_tokens=False)[0]
         except Exception as error:  # a vocabulary without an unknown token
             raise UserError(
@@ -358,7 +358,7 @@ def encode_prompt(tokenizer: Tokenizer, text: str) -> list[int]:
         parts = [tokenizer.encode(part) for part in texts]
         ids = parts[0] + [id for part in parts[1:] for id in (end, *part)]
     if begin is not None:
-        # text that encodes to it, such as a line feed
+        # ordinary text, such as a line feed, can have the same id
         plain = isinstance(tokenizer, HFTokenizer) and not tokenizer.special_tokens
         ordinary = plain and tokenizer.makes(begin, text)
         ids = ids if ids[:1] == [begin] and not ordinary else [begin, *ids]
@@ -398,8 +398,8 @@ DATA_VALUES = {  # its other keys
     **{key: lambda v: isinstance(v, dict) and all(map(is_count, v.values()))
        for key in ("tokens", "bytes", "begins")},
 }  # fmt: skip
-ROLES = ("bos", "unk", "pad", "mask", "cls")  # of tokens that end no text
-PREFIX_CLASSES = ("GPT2", "Qwen2", "CodeGen", "GPTNeoX", "Roberta", "Bart")  # no space by default
+ROLES = ("bos", "unk", "pad", "mask", "cls")  # tokens that end no text
+PREFIX_CLASSES = ("GPT2", "Qwen2", "CodeGen", "GPTNeoX", "Roberta", "Bart")  # add no space
 TEMPLATES = "additional_chat_templates"  # transformers' folder of named templates
 
 
@@ -456,7 +456,7 @@ def hf_tokenizer_meta(folder: Path) -> dict[str, Any]:
         kind = str(settings.get("tokenizer_class")).removesuffix("Fast").removesuffix("Tokenizer")
         if kind in PREFIX_CLASSES and prefix is None:
             prefix = False
-        if isinstance(prefix, bool):  # transformers obeys it; version 5 for these classes only
+        if isinstance(prefix, bool):  # transformers 4 obeys it; 5 only for these classes
             parts = read_json(path)
             words = parts.get("pre_tokenizer")
             differs = isinstance(words, dict) and words.get("add_prefix_space") is not prefix
@@ -694,8 +694,8 @@ def load_tokenizer(name: str, special_tokens: bool = False) -> Tokenizer:
 
 
 def drops_characters(tokenizer: HFTokenizer) -> bool:
-    """Whether it is a BPE without an unknown token that lacks some bytes, or works on characters.
-    (By default `tokenizers` trains a byte-level BPE with the bytes of its texts only.)"""
+    """Whether the tokenizer is a BPE without an unknown token that lacks some bytes or works on
+    characters. (By default `tokenizers` trains a byte-level BPE with its texts' bytes only.)"""
     from tokenizers import pre_tokenizers
 
     content = json.loads(tokenizer.content)

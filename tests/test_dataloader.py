@@ -273,7 +273,7 @@ def test_f49_files_of_other_trainers_are_not_trained_on_as_noise(tmp_path):
     with pytest.raises(UserError, match=r"is a .npy file: write its array with .astype\('uint16"):
         TokenFile(tmp_path / "array.npy", 8, 70000)
     path = write(tmp_path / "wide", [5, 70000, 3, 0] * 10, "uint32")
-    with pytest.raises(UserError, match="ids of 32 or 64 bits.*write them as uint16"):
+    with pytest.raises(UserError, match="64-bit ids.*write them as uint16"):
         TokenFile(path, 8, 70001)
     assert TokenFile(path, 8, 70001, "uint32").n_tokens == 40
     assert TokenFile(write(tmp_path / "ones", [1, 0] * 20), 8, 2).n_tokens == 40

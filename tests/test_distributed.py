@@ -559,7 +559,7 @@ dataloader.read_meta = lambda folder, read=dataloader.read_meta: read(folder) | 
 """
     start = alone if start == "FOLDER" else start
     shown = launch(2, tmp_path, f"--init_from={start}", "--max_iters=3", code=code, fails=True)
-    assert re.search(r"error: .*not the same on all machines: copy", shown[0])
+    assert re.search(r"error: .*differs between machines: copy", shown[0])
 
 
 def test_f45_a_folder_in_use_ends_all_processes_and_one_says_so(launch, tmp_path):

@@ -64,7 +64,7 @@ def in_gpt(line):
 
 OPTIMIZER = "opt = optim.build_optimizer(raw_model, config, plan.compiled, process.dtype)"
 BACKWARD = """\
-        with own_gradients(raw_model, plan.cuda_graphs):  # CUDA graphs overwrite theirs
+        with own_gradients(raw_model, plan.cuda_graphs):  # a graph's next replay overwrites its own
             scaler.scale(micro_loss).backward()"""
 UNSCALE = "        scaler.unscale_(opt)"
 
