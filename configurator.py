@@ -266,6 +266,12 @@ def run_config_file(
     namespace |= config | {"__file__": path, "__name__": "__main__"}
     folder = os.path.dirname(os.path.abspath(path))
     sys.path.insert(0, folder)  # for `from base import *`
+    # a base may have the name of a module that is loaded already, such as model.py
+    files = {file.stem: str(file) for file in Path(folder).glob("*.py")}
+    loaded = {n: getattr(sys.modules.get(n), "__file__", None) for n in files}
+    real = os.path.realpath
+    others = [n for n, file in loaded.items() if file and real(file) != real(files[n])]
+    shadowed = {name: sys.modules.pop(name) for name in others}
     before = set(sys.modules)
     try:
         exec(compile(source, path, "exec"), namespace)
@@ -280,6 +286,7 @@ def run_config_file(
         for name in set(sys.modules) - before:  # the next config may have another base
             if os.path.dirname(getattr(sys.modules[name], "__file__", None) or "") == folder:
                 del sys.modules[name]
+        sys.modules.update(shadowed)
     parsed, imported = ast.parse(source), set()  # imported: such as pi, from math
     assigned = {ast.unparse(t) for node in ast.walk(parsed) for t in getattr(node, "targets", ())}
     used = {node.id for node in ast.walk(parsed) if isinstance(node, ast.Name)}
@@ -317,7 +324,7 @@ def parse(text: str, kind: type) -> Any:
     words = {"true": True, "false": False}
     if kind is bool or kind is type(None) and text.lower() in words:
         return words.get(text.lower(), text)
-    if kind is int and re.fullmatch(r"\d{1,9}e\d", text):
+    if kind is int and re.fullmatch(r"\d{1,9}[eE]\d", text):
         return int(float(text))
     try:
         if kind in (list, tuple, dict, type(None)):
@@ -335,7 +342,10 @@ def check(setting: Setting, value: Any, where: str) -> Any:
     if isinstance(value, NEAR.get(kind, ())) and not isinstance(value, bool):
         with contextlib.suppress(OverflowError):  # 10**400 is no float
             return kind(value)
-    raise UserError(f"{where} takes a value of type {kind.__name__}, not {reprlib.repr(value)}")
+    words = " (True or False)" if kind is bool else ""
+    raise UserError(
+        f"{where} takes a value of type {kind.__name__}{words}, not {reprlib.repr(value)}"
+    )
 
 
 def check_values(values: dict[str, Any], more_choices: dict[str, tuple] | None = None) -> None:

@@ -93,6 +93,8 @@ class DataSet:
         for split in ("train", "val"):
             path = folder / f"{split}.bin"
             require_file(path)
+            if not path.exists():
+                raise UserError(f"there is no {path}: copy or prepare the data set again")
             beginning, size = crc_of_start(path), path.stat().st_size
             self.ids[path.name] = f"{beginning:08x}, {size} bytes"
             found = {"begins": beginning, "tokens": size // np.dtype(self.dtype).itemsize}

@@ -92,7 +92,7 @@ def first_in_launch(key: str, value: Any) -> Any:
     """The first `value` that a process of this launch stored under `key` for this command, even
     before a restart: torchrun's agent keeps the store (except with etcd). Without a store, `value`
     itself."""
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+    if "RANK" not in os.environ or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return value
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     try:

@@ -134,7 +134,7 @@ def archive_previous_run(out_dir: Path, names: Sequence[str] = FILES) -> None:
     """Move an earlier run's files to a new folder in `out_dir`: `previous`, or if that exists
     `previous-2`, and so on. Then remove old archives until KEPT_ARCHIVES are left, this one
     included; those without a checkpoint go first. A resume, which moves only some of the files,
-    removes none with a checkpoint."""
+    removes none: they may be this run's best weights."""
     found = [out_dir / name for name in names if (out_dir / name).exists()]
     if not found:
         return
@@ -147,11 +147,11 @@ def archive_previous_run(out_dir: Path, names: Sequence[str] = FILES) -> None:
     moved = ", ".join(path.name for path in found)
     why = ": this run does not continue from there" if names is FILES else ""  # all of its files
     print(f"note: moved {moved} to {aside}{why}")
+    if names is not FILES:
+        return
     # of the others, remove those without a ckpt.pt first: runs started by mistake, or single files
     others = [p for p in archives(out_dir).values() if p != aside and not p.is_symlink()]
     others = [path for path in others if (path / MARK).is_file()]
-    if names is not FILES:
-        others = [path for path in others if not (path / "ckpt.pt").exists()]
     others.sort(key=lambda path: (path / "ckpt.pt").exists())
     for old in others[: 1 - KEPT_ARCHIVES]:
         with contextlib.suppress(OSError):  # another user's, or it has other files

@@ -39,10 +39,13 @@ class KVCache:
         device: torch.device,
         dtype: torch.dtype,
     ):
-        # an edited model may lack these (without n_head it has no attention)
-        heads, layers = getattr(config, "n_head", 0), getattr(config, "n_layer", 0)
-        key_heads = getattr(config, "n_kv_head", heads)
-        head_dim = getattr(config, "head_dim", 0) or getattr(config, "n_embd", 0) // max(1, heads)
+        def size(name: str, default: int = 0) -> int:
+            value = getattr(config, name, default)  # an edited model may lack it, or have a tuple
+            return value if isinstance(value, int) else 0
+
+        heads, layers = size("n_head"), size("n_layer")  # without heads there is no attention
+        key_heads = size("n_kv_head", heads)
+        head_dim = size("head_dim") or size("n_embd") // max(1, heads)
         length = math.ceil(length / 16) * 16  # attention copies masks of other widths
         shape = (batch_size, key_heads, length, head_dim)
         self.position = torch.zeros((), device=device, dtype=torch.int64)  # tokens held

@@ -53,9 +53,9 @@ def rough_gib(config: dict[str, Any], sequences: int, process: Process) -> float
     for transformers is accurate to within a third: 12 n_layer n_embd^2 parameters of 16 bytes
     (weights, gradients and AdamW's two moments; 8 more to average weights; 4 for evaluation), and
     34 bytes per token, layer and unit of width (Korthikanti et al. 2022)."""
-    if not {"n_embd", "n_layer"} <= config.keys():  # an edit has renamed them
+    width, layers = config.get("n_embd"), config.get("n_layer")
+    if not isinstance(width, int) or not isinstance(layers, int):  # an edit has changed them
         return 0.0
-    width, layers = config["n_embd"], config["n_layer"]
     kind = config.get("activation_checkpointing", "none")
     parameters = 12 * layers * width**2 + config["vocab_size"] * width
     shards = process.world_size if process.shards_model else 1
@@ -170,12 +170,14 @@ def fit(
 
 @contextlib.contextmanager
 def undone(model: nn.Module, optimizer: Any) -> Iterator[None]:
-    """At the end of the `with` block, undo the trial step in it: drop the gradients, and give the
-    buffers their earlier values. In the block, the optimizer's step only calls its closure. If the
-    block changed parameters in place, it prints a note."""
+    """At the end of the `with` block, undo the trial step in it: drop all gradients (also outside
+    the model), and give the buffers their earlier values. In the block, the optimizer's step only
+    calls its closure. If the block changed parameters in place, it prints a note."""
     before = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
     empty = [(m, name) for m in model.modules() for name, b in m._buffers.items() if b is None]
     versions = {p: p._version for p in model.parameters() if not p.is_inference()}
+    found = [x for x in gc.get_objects() if issubclass(type(x), torch.Tensor) and x.is_leaf]
+    trained = [x for x in found if x.requires_grad and x.grad is None]
     try:
         with mock.patch.object(optimizer, "step", lambda closure=None: closure and closure()):
             yield
@@ -187,8 +189,9 @@ def undone(model: nn.Module, optimizer: Any) -> Iterator[None]:
                 "only changes of buffers are undone before training"
             )
     finally:
-        for holder in (optimizer, model):  # the model too: the optimizer may lack some parameters
-            holder.zero_grad()
+        optimizer.zero_grad()
+        for parameter in trained:
+            parameter.grad = None
         for name, buffer in model.named_buffers():
             old = before.get(name, buffer)  # keep a buffer that the step registered
             if buffer.shape != old.shape:

@@ -50,6 +50,7 @@ class StopRequest:
 
     def __init__(self, process: Process, saves: bool = True):
         self.received, self.training, self.process = False, False, process
+        self.pid = os.getpid()
         if saves:
             names = "SIGINT", "SIGTERM", "SIGHUP", "SIGXCPU", "SIGUSR1", "SIGUSR2"
             on_signals(names, self.receive)
@@ -61,6 +62,8 @@ class StopRequest:
         return distributed.any_process(self.received or orphaned)
 
     def receive(self, signum: int, frame: object) -> None:
+        if signum == signal.SIGINT and os.getpid() != self.pid:  # a worker of torch's DataLoader
+            return
         first, self.received = not self.received, True
         if not self.training:
             raise KeyboardInterrupt if signum == signal.SIGINT else SystemExit(128 + signum)

@@ -149,6 +149,10 @@ def test_f73_several_commands_under_one_torchrun_have_names_of_their_own(monkeyp
     for name, value in (("TORCHELASTIC_USE_AGENT_STORE", "True"), ("MASTER_ADDR", "127.0.0.1"),
                         ("MASTER_PORT", str(store.port))):  # fmt: skip
         monkeypatch.setenv(name, value)
+    with monkeypatch.context() as patch:  # variables left over in the shell: do not ask the store
+        patch.setattr(torch.distributed, "TCPStore", None)
+        assert distributed.first_in_launch("names", "own") == "own"
+    monkeypatch.setenv("RANK", "0")
     found = []
     for seed, value in ((1, "a"), (2, "b"), (1, "of a restart")):
         monkeypatch.setattr(sys, "argv", ["train.py", f"--seed={seed}"])
@@ -316,6 +320,12 @@ def test_f78_a_star_import_and_carriage_returns(run, sums, tmp_path, monkeypatch
     two = resolve(read_settings(ROOT / "train.py"), [
         str(tmp_path / "star.py"), str(tmp_path / "other" / "c.py")])  # fmt: skip
     assert two["max_iters"] == 7
+    # a base with the name of a module that is loaded already
+    model = sys.modules["model"]
+    (tmp_path / "other" / "model.py").write_text("max_iters = 9\n")
+    (tmp_path / "other" / "c.py").write_text("from model import *\n")
+    found = resolve(read_settings(ROOT / "train.py"), [str(tmp_path / "other" / "c.py")])
+    assert found["max_iters"] == 9 and sys.modules["model"] is model
 
 
 def test_f78_a_script_may_be_executed_in_a_notebook(fork, sums, tmp_path):

@@ -266,7 +266,7 @@ def test_missing_config_file_and_missing_value_say_what_to_write(settings):
 
 @pytest.mark.parametrize("text, value", [("1e3", 1000), ("6E5", 600000), ("1000", 1000)])
 def test_a_whole_number_may_have_an_exponent(settings, text, value):
-    found = resolve(settings, [f"--steps={text.lower()}"])["steps"]
+    found = resolve(settings, [f"--steps={text}"])["steps"]
     assert found == value and type(found) is int
     with pytest.raises(ValueError, match="takes a value of type int"):
         resolve(settings, ["--steps=1.5e0"])

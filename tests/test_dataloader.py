@@ -241,7 +241,7 @@ def test_missing_data_set_says_which_command_prepares_it(tmp_path):
 def test_missing_validation_file_and_broken_meta_are_named(tmp_path):
     write(tmp_path / "train.bin", [1] * 20)
     assert read_meta(tmp_path) == {}
-    with pytest.raises(FileNotFoundError, match="val.bin"):
+    with pytest.raises(UserError, match="there is no .*val.bin: copy or prepare"):
         DataSet(str(tmp_path))
     write(tmp_path / "val.bin", [1] * 20)
     summary = DataSet(str(tmp_path)).summary(8)

@@ -160,6 +160,17 @@ def test_f50_a_batch_beyond_all_memory_is_split_by_arithmetic(monkeypatch):
         fit_alone(None, 10**6, 10**6)
 
 
+def test_the_trial_leaves_no_gradients_outside_the_model():
+    # a learned weight of a loss had the trial's gradient in its first step
+    layer, outside = torch.nn.Linear(1, 1), torch.nn.Parameter(torch.ones(1))
+    kept = torch.nn.Parameter(torch.ones(1))
+    kept.grad = torch.ones(1)
+    with undone(layer, torch.optim.SGD(layer.parameters())):
+        (layer(torch.ones(1)) * outside + kept).sum().backward()
+        assert outside.grad is not None
+    assert outside.grad is None and layer.weight.grad is None and kept.grad is not None
+
+
 def test_the_trial_leaves_empty_buffers_as_they_were():
     """A running load that is None until the first batch began with the trial's zeros."""
     layer = torch.nn.Sequential(torch.jit.script(torch.nn.SiLU()))

@@ -469,6 +469,14 @@ def test_f89_an_edit_that_changes_some_positions_samples_without_a_cache():
 
 
 @torch.no_grad()
+def test_f89_a_model_with_tuples_as_sizes_samples_without_a_cache():
+    model = tiny().eval()
+    model.config.n_head, model.config.n_layer = (2, 4), (1, 1)
+    assert not generation.cache_is_exact(model, 13, 8)
+    generation.require_room(model.config, 1, 4, 4, torch.float32, torch.device("cpu"))
+
+
+@torch.no_grad()
 def test_f89_a_model_that_fails_with_a_cache_samples_without_it():
     class Register(GPT):
         def forward(self, tokens, targets=None, cache=None):

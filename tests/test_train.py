@@ -501,6 +501,24 @@ while True:
     assert process.wait(5) == -signal.SIGINT
 
 
+def test_ctrl_c_leaves_worker_processes_to_the_run(fork):
+    """A terminal sends Ctrl-C to the workers of torch's DataLoader, too. If one died of it, the run
+    ended with torch's "DataLoader worker exited unexpectedly"."""
+    code = """
+import os, signal, sys
+from steady.distributed import Process
+from steady.stop import StopRequest
+request = StopRequest(Process())
+worker = os.fork()
+if not worker:
+    signal.raise_signal(signal.SIGINT)
+    os._exit(0)
+status = os.waitpid(worker, 0)[1]
+sys.exit(status != 0 or request.received)
+"""
+    assert fork("", code=code).wait(60) == 0
+
+
 def test_ctrl_c_before_training_ends_the_run_at_once(run, sums, tmp_path, monkeypatch):
     """There is nothing to save, and compiling or splitting a batch can take minutes. (In a shell's
     background a process ignores SIGINT, and the first process of a container has no defaults.)"""
