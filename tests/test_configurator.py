@@ -1,4 +1,5 @@
 import ast
+import math
 import re
 import sys
 
@@ -16,6 +17,7 @@ from configurator import (
     resolve,
 )
 from model import GPTConfig
+from steady import UserError
 
 SCRIPT = '''"""A script."""
 # output
@@ -133,6 +135,40 @@ def test_wrong_type_in_a_config_file_names_the_file(settings, tmp_path):
     file.write_text("steps = 'many'\n")
     with pytest.raises(ValueError, match=r"c\.py: steps takes a value of type int, not 'many'"):
         resolve(settings, [str(file)])
+
+
+def test_true_and_huge_numbers_in_a_config_file_are_no_integers_or_floats(settings, tmp_path):
+    file = tmp_path / "c.py"
+    for text, found in (("steps = True", "int, not True"), ("rate = 10**400", "float, not 1000")):
+        file.write_text(text + "\n")
+        with pytest.raises(UserError, match=f"takes a value of type {found}"):
+            resolve(settings, [str(file)])
+
+
+def test_imports_of_a_config_file_are_no_settings_and_leave_no_trace(settings, tmp_path):
+    file, before = tmp_path / "c.py", list(sys.path)
+    (tmp_path / "folder").mkdir()  # a namespace package has no file
+    file.write_text(
+        "from math import pi as circle\nimport folder\n"
+        "try:\n    from winreg import *\nexcept ImportError:\n    pass\nrate = circle\n"
+    )
+    assert resolve(settings, [str(file)])["rate"] == math.pi and sys.path == before
+    file.write_text("1 / 0\n")
+    with pytest.raises(UserError, match="ZeroDivisionError"):
+        resolve(settings, [str(file)])
+    assert sys.path == before
+
+
+def test_checks_of_values_leave_out_what_does_not_apply(tmp_path, monkeypatch):
+    halves = {"short_sequences": 0.5, "block_size": 15}
+    check_values(halves | {"eval_only": True})
+    with pytest.raises(UserError, match="needs an even block_size"):
+        check_values(halves)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match="GPT-2 has another architecture"):
+        check_values({"init_from": "gpt2"})
+    (tmp_path / "gpt2").mkdir()
+    check_values({"init_from": "gpt2"})  # a run's folder
 
 
 def test_f33_only_the_first_equals_sign_separates(settings):

@@ -376,6 +376,11 @@ def test_links_are_not_followed_round_and_round_and_no_file_is_read_twice(run, t
     assert textfiles.files_matching(f"{notes}/**") == names
     assert textfiles.files_matching(f"{notes}/.hidden.md") == [notes / ".hidden.md"]
     assert textfiles.files_matching(f"{notes}/.h*") == [notes / ".hidden.md"]
+    for name in (".hidden/a.md", ".hidden/.git/b.md"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    found = textfiles.files_matching(f"{tmp_path}/.hidden/**/*.md")
+    assert found == [tmp_path / ".hidden" / "a.md"]
 
 
 def test_what_a_glob_would_pass_over_is_named(monkeypatch, tmp_path):

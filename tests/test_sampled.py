@@ -186,6 +186,9 @@ def test_a_region_with_many_different_tokens_counts(tmp_path, capsys, place):
     config = {"sampled_softmax": 33, "vocab_size": V, "batch_size": 1, "n_embd": 8}
     use_sampled_softmax(model, TokenFile(tmp_path / "train.bin", 16, V), config)
     assert "up to 17 different tokens" in capsys.readouterr().out
+    config |= {"batch_size": 10_000}  # more than there are windows
+    use_sampled_softmax(model, TokenFile(tmp_path / "train.bin", 16, V), config)
+    assert re.search("up to (149|150) different tokens", capsys.readouterr().out)
 
 
 def test_a_run_learns_as_with_the_whole_vocabulary(run, sums, tmp_path):
