@@ -8,10 +8,8 @@ Shapes: B = batch size, T = tokens, C = n_embd, H = n_head, K = n_kv_head, D = h
 V = vocab_size.
 """
 
-import contextlib
 import math
 import reprlib
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
@@ -20,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from steady import UserError
+from steady.initial import InitialWeights
 from steady.loss import LinearCrossEntropy, compute_dtype
 
 
@@ -191,48 +190,14 @@ class Block(nn.Module):
         return x + self.dropout(self.mlp(self.mlp_norm(x)))
 
 
-def fingerprint(weight: Tensor) -> tuple:
-    """Identify a weight by its values. On the meta device, where it has no values, use its id."""
-    if weight.is_meta:
-        return id(weight), weight._version  # the version counts in-place changes
-    rows = torch.atleast_2d(weight.detach()).flatten(0, -2).contiguous()
-    kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # of bits: exact
-    steps = rows.shape[1], rows.stride(0), rows.storage_offset()
-    bits = rows.view(kinds[math.gcd(8, rows.itemsize * math.gcd(*steps))])  # the widest is fastest
-    sums = bits.sum(dim=0), bits.sum(dim=1)
-    return weight.shape, *((s * torch.arange(1, len(s) + 1).to(s)).sum().item() for s in sums)
-
-
-@contextlib.contextmanager
-def torchs_initial_weights() -> Iterator[set]:
-    """Yield a set. It collects the fingerprints of the weights that torch gives to new nn.Linear
-    and nn.Embedding layers in the `with` block. If a weight's fingerprint is missing, you or
-    init_weights changed the weight later."""
-    found: set = set()
-    resets = {kind: kind.reset_parameters for kind in (nn.Linear, nn.Embedding)}
-
-    def reset_and_note(layer: nn.Module) -> None:
-        resets[nn.Linear if isinstance(layer, nn.Linear) else nn.Embedding](layer)
-        found.add(fingerprint(layer.weight))
-
-    for kind in resets:
-        kind.reset_parameters = reset_and_note
-    try:
-        yield found
-    finally:
-        for kind, reset in resets.items():
-            kind.reset_parameters = reset
-
-
 class GPT(nn.Module):
     """The whole model. Build it inside `with torch.device(...)` to initialise it on that device."""
 
     def __init__(self, config: GPTConfig):
         super().__init__()
         self.config = config
-        # Create layers in this block: init_weights leaves those made elsewhere as they are.
-        # (fork_rng restores the random state afterwards: init_weights depends only on the seed.)
-        with torch.random.fork_rng([]), torchs_initial_weights() as self.unset:
+        self.initial = InitialWeights()
+        with self.initial.new_layers():  # init_weights leaves layers made elsewhere as they are
             self.token_embedding = nn.Embedding(config.vocab_size, config.n_embd)
             self.dropout = nn.Dropout(config.dropout)
             self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layer))
@@ -244,37 +209,17 @@ class GPT(nn.Module):
             for name in ("rope_cos", "rope_sin"):
                 self.register_buffer(name, torch.empty(0), persistent=False)
             self.compute_rope_tables()
-        self.draws: dict[str, tuple[float, int]] = {}  # matrix name: (std, seed)
         self.init_weights()
 
     def init_weights(self) -> None:
-        """Initialise linear layers and embeddings from a normal distribution. Its std is 0.02 as in
-        GPT-2, and smaller for layers named o_proj and down_proj, which add to the residual stream.
-        Biases, other parameters, and weights that you set yourself keep their values.
-        """
+        """Draw linear layers and embeddings from a normal distribution. Its std is 0.02, as in
+        GPT-2, but smaller for layers named o_proj and down_proj, which add to the residual stream.
+        Biases, other parameters, and weights that you set yourself keep their values."""
         residual_std = 0.02 / math.sqrt(2 * self.config.n_layer)
         for name, layer in self.named_modules():
-            if not isinstance(layer, nn.Linear | nn.Embedding):
-                continue
-            reset = type(layer).reset_parameters
-            if reset not in (nn.Linear.reset_parameters, nn.Embedding.reset_parameters):
-                continue  # its class initialises itself
-            if fingerprint(layer.weight) not in self.unset:  # set by you, or drawn already (tied)
-                continue
-            std = residual_std if name.endswith(("o_proj", "down_proj")) else 0.02
-            # one generator per matrix: its values must not depend on the sizes of the others
-            seed = int(torch.randint(2**63 - 1, (), device="cpu"))
-            self.draws[f"{name}.weight"] = std, seed
-            self.draw(f"{name}.weight")
-
-    def draw(self, name: str) -> None:
-        """Initialise one matrix. Does nothing on the meta device; fsdp calls it again later."""
-        layer, (std, seed) = self.get_submodule(name.removesuffix(".weight")), self.draws[name]
-        weight = layer.weight
-        generator = None if weight.is_meta else torch.Generator(weight.device).manual_seed(seed)
-        nn.init.normal_(weight, std=std, generator=generator)
-        if isinstance(layer, nn.Embedding):
-            layer._fill_padding_idx_with_zero()
+            if isinstance(layer, nn.Linear | nn.Embedding):
+                std = residual_std if name.endswith(("o_proj", "down_proj")) else 0.02
+                self.initial.draw(name, layer, std)
 
     def compute_rope_tables(self) -> None:
         """Precompute the tables for every position. If forward computed them, the compiler

@@ -13,7 +13,7 @@ from torch import nn
 from steady import environment
 from steady.distributed import Process
 from steady.float8 import Float8Linear
-from steady.kernels import kernels_work
+from steady.loss import kernels_work
 from steady.recompute import repeated_blocks
 
 GRAPH_MODES = ("reduce-overhead", "max-autotune")  # compile modes that record CUDA graphs

@@ -456,16 +456,21 @@ def fsdp_groups(model: nn.Module) -> list[list[nn.Module]]:
     return [*(blocks[i : i + n] for i in range(0, len(blocks), n)), [model]]
 
 
+def drawn_layers(model: nn.Module) -> dict[str, nn.Module]:
+    """The layers that `init_weights` has initialised, by name."""
+    names = getattr(getattr(model, "initial", None), "draws", ())  # an edit may do without
+    return {name: model.get_submodule(name) for name in names}
+
+
 def initialized_groups(model: nn.Module, device: torch.device) -> Iterator[list[nn.Module]]:
     """Yield each of the `fsdp_groups` of a model on the meta device, once its tensors are on
     `device` with their initial values."""
-    undrawn = list(getattr(model, "draws", ()))
+    undrawn = dict(drawn_layers(model))
     for modules in fsdp_groups(model):
         for module in modules:
             materialize(module, device)
-        for name in [name for name in undrawn if not model.get_parameter(name).is_meta]:
-            model.draw(name)
-            undrawn.remove(name)
+        for name in [name for name, layer in undrawn.items() if not layer.weight.is_meta]:
+            model.initial.repeat(name, undrawn.pop(name))
         yield modules
 
 
@@ -486,7 +491,7 @@ def require_initial_values(model: nn.Module) -> None:
     shared = [n for n, p in model.named_parameters() if sum(p in own for own in owners) > 1]
     refuse(shared, "do not share parameters across blocks")
     config = model.config
-    drawn = {model.get_parameter(name) for name in getattr(model, "draws", ())}
+    drawn = {layer.weight for layer in drawn_layers(model).values()}
     kinds = [kind_of_block(block, drawn) for block in blocks]
     if is_dataclass(config) and hasattr(config, "n_layer"):
         n = min(config.n_layer, max([2, *(kinds.index(kind) + 1 for kind in kinds)]))

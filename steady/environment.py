@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from steady.kernels import triton
+from steady.loss import triton
 
 
 def compile_obstacle(device: torch.device) -> str | None:

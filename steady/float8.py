@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from steady import UserError
 from steady.distributed import Process
-from steady.kernels import kernels_work, tl, triton
+from steady.loss import kernels_work, tl, triton
 from steady.recompute import repeated_blocks
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2

@@ -7,6 +7,7 @@ forward pass, while its logits are in memory. On a GPU, a Triton kernel overwrit
 N: rows (B * T). C: hidden size. V: vocabulary size.
 """
 
+import functools
 import math
 
 import torch
@@ -14,9 +15,33 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from steady import UserError
-from steady.kernels import kernels_work, tl, triton
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:
+    triton = tl = None
 
 CHUNK_ELEMENTS = 2**28  # logits held at a time: 512 MiB in bfloat16
+
+
+def kernels_work() -> bool:
+    """Whether Triton kernels run on this GPU. Tries a small one, once."""
+    return triton is not None and _small_kernel_works()
+
+
+# as torch.compiler.assume_constant_result does, without importing the compiler: not to be traced
+kernels_work._dynamo_marked_constant = True
+
+
+@functools.cache
+def _small_kernel_works() -> bool:
+    try:
+        x = torch.zeros(1, device="cuda")
+        _add_one_kernel[(1,)](x)
+        return x.item() == 1.0
+    except Exception:  # compilers raise all kinds of errors
+        return False
 
 
 def compute_dtype(tensor: Tensor) -> torch.dtype:
@@ -138,6 +163,10 @@ if not hasattr(torch.ops.steady, "add_product"):  # an operator: else torch.comp
 
 
 if triton is not None:
+
+    @triton.jit
+    def _add_one_kernel(x):
+        tl.store(x, tl.load(x) + 1.0)
 
     @triton.jit
     def _cross_entropy_kernel(

@@ -423,7 +423,7 @@ def test_f79_values_that_fsdp_does_not_know_are_refused_by_name(name):
     class Student(GPT):
         def compute_rope_tables(self):  # in the middle of GPT.__init__
             super().compute_rope_tables()
-            if early and not hasattr(self, "draws"):  # change layers
+            if early and not self.initial.draws:  # change layers
                 change(self)
 
         def init_weights(self):  # at its end

@@ -272,12 +272,13 @@ def test_f71_the_end_of_a_run_waits_for_gloos_threads(launch, tmp_path):
 UNLIKE = """
 import os, torch, model
 from steady import distributed
-real_draw, real_process = model.GPT.draw, distributed.this_process
+real_init, real_process = model.GPT.init_weights, distributed.this_process
 @torch.no_grad()
-def draw(self, name):
+def init_weights(self):
     self.register_buffer("rank", torch.full((), int(os.environ["RANK"])), persistent=False)
-    real_draw(self, name)
-    self.get_parameter(name).add_(0.1 * int(os.environ["RANK"]))
+    real_init(self)
+    for name in self.initial.draws:
+        self.get_submodule(name).weight.add_(0.1 * int(os.environ["RANK"]))
 def this_process(*arguments):
     process = real_process(*arguments)
     dtypes = torch.float32, torch.bfloat16 if other_dtype else torch.float32
@@ -286,7 +287,7 @@ def shard(model, process):
     real_shard(model, process)
     assert model.rank == process.rank
 real_shard, distributed.shard = distributed.shard, shard
-model.GPT.draw, distributed.this_process = draw, this_process
+model.GPT.init_weights, distributed.this_process = init_weights, this_process
 """
 
 

@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 
 from configurator import CHOICES
 from model import GPT, GPTConfig
-from steady import compiling, environment, kernels
+from steady import compiling, environment, loss
 from steady.compiling import Plan
 from steady.distributed import Process
 from steady.float8 import replace_layers
@@ -82,12 +82,12 @@ def test_f09_compiled_code_takes_the_answer_whether_kernels_run(monkeypatch):
         torch._dynamo.graph_break()
         return True
 
-    monkeypatch.setattr(kernels, "triton", kernels)  # not None
-    monkeypatch.setattr(kernels, "_small_kernel_works", cannot_be_traced)
+    monkeypatch.setattr(loss, "triton", loss)  # not None
+    monkeypatch.setattr(loss, "_small_kernel_works", cannot_be_traced)
 
     @partial(torch.compile, fullgraph=True, backend="eager")
     def add_if_they_run(x):
-        return x + 1 if kernels.kernels_work() else x
+        return x + 1 if loss.kernels_work() else x
 
     assert add_if_they_run(torch.zeros(())) == 1
 

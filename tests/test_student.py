@@ -16,9 +16,10 @@ import torch
 from conftest import ROOT, TINY, free_port
 from torch import nn
 
-from model import GPT, GPTConfig, fingerprint
+from model import GPT, GPTConfig
 from steady import checkpoint, compiling
 from steady.generate import evaluation_mode
+from steady.initial import fingerprint
 from steady.optim import build_optimizer, load_state
 from steady.runlog import read_metrics
 
@@ -748,7 +749,7 @@ def test_values_that_a_student_gives_survive(monkeypatch, tmp_path):
         in_block("self.padded = nn.Embedding(100, 64, padding_idx=3)"),
         ("nn.ModuleList(Block(config) for _ in range(config.n_layer))",
          "nn.ModuleList(copy.deepcopy(block) for block in [Block(config)] * config.n_layer)"),
-        ("import contextlib\n", "import contextlib\nimport copy\n"),
+        ("import math\n", "import copy\nimport math\n"),
     ))  # fmt: skip
     copy = edited(edit, tmp_path / "copy")
     spec = importlib.util.spec_from_file_location("edited", copy / "model.py")
@@ -763,8 +764,8 @@ def test_values_that_a_student_gives_survive(monkeypatch, tmp_path):
     assert not block.zero.weight.any() and not block.data.weight.any()
     assert block.own_weight.weight.max() > 0.9 and block.again.weight.std() > 0.9
     with torch.device("meta"):  # fsdp
-        draws = module.GPT(config).draws
-    assert not any("again" in name for name in draws) and "blocks.0.mlp.up_proj.weight" not in draws
+        draws = module.GPT(config).initial.draws
+    assert not any("again" in name for name in draws) and "blocks.0.mlp.up_proj" not in draws
     assert block.padded.weight.std() < 0.03 and not block.padded.weight[3].any()
     assert block.mlp.up_proj.weight.std() < 0.03  # a copied block is drawn like any other
     assert not torch.equal(block.mlp.up_proj.weight, other.mlp.up_proj.weight)
