@@ -181,11 +181,14 @@ def configure(
             sys.argv = [namespace["__file__"]]
     settings = read_settings(HERE / base) if base else {}
     settings |= read_settings(namespace["__file__"], namespace)
+    ignores = read_settings(HERE / ignored) if ignored else {}
     if {"--help", "-h"} & set(sys.argv[1:]):
+        files = [argument for argument in sys.argv[1:] if argument.endswith(".py")]
+        shown = resolve(settings, files, ignores)  # with the values of config files
+        settings = {name: s._replace(default=shown[name]) for name, s in settings.items()}
         about = (namespace.get("__doc__") or "").partition("\n\n")[0]
         print(describe(settings, sys.argv[0], positional, about))
         raise SystemExit(0)
-    ignores = read_settings(HERE / ignored) if ignored else {}
     config = resolve(settings, sys.argv[1:], ignores, config_files=bool(positional))
     for name in PATHS:  # shells do not expand --key=~/FOLDER
         if isinstance(config.get(name), str):
@@ -260,6 +263,8 @@ def run_config_file(
         raise UserError(
             f"there is no config file {path!r}{near} (a setting is written --key=value)"
         )
+    if os.path.isdir(path):
+        raise UserError(f"{path} is a folder, not a config file (a run: --out_dir={path})")
     require_file(Path(path))
     source = Path(path).read_bytes()
     namespace = {name: setting.default for name, setting in ignored.items()}
@@ -356,7 +361,10 @@ def check_values(values: dict[str, Any], more_choices: dict[str, tuple] | None =
     for name in ("out_dir", "dataset", "init_from"):
         if values.get(name) == "":
             raise UserError(f"{name} is empty: leave it out, or name a folder (. is this one)")
-    source = str(values.get("init_from"))
+    source = str(values.get("init_from", "scratch"))
+    near = difflib.get_close_matches(source.lower(), ("scratch", "resume"), cutoff=0.8)
+    if near and source != near[0] and not Path(source).exists():
+        raise UserError(f"unknown init_from={source!r}, did you mean {near[0]!r}?")
     if re.fullmatch(r"(openai-community/)?gpt2(-\w+)?", source) and not Path(source).exists():
         raise UserError(
             f"init_from={source}: GPT-2 has another architecture, with biases and learned "
@@ -396,7 +404,7 @@ def nearest(key: str, settings: dict[str, Setting]) -> str:
     close = difflib.get_close_matches(key.replace("-", "_"), settings, n=1)
     if close:
         return f", did you mean {close[0]!r}?"
-    return "; --help lists all (in your own script: a plain value on an unindented line)"
+    return "; --help lists all (to add one, write name = value in the script, above configure)"
 
 
 def describe(settings: dict[str, Setting], script: str, positional: str, about: str = "") -> str:

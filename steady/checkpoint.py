@@ -475,7 +475,8 @@ def note_other_code(saved: dict[str, Any], path: Path) -> None:
     """Print a note if model.py has changed since the run that saved `path` began: another forward
     pass may fit the same weights."""
     if saved.get("model_code", MODEL_CODE) != MODEL_CODE:
-        print(f"note: {path} was saved with another version of model.py")
+        print(f"note: {path} was saved with another version of model.py, which may compute "
+              "something else from the same weights")  # fmt: skip
 
 
 def tokenizer_of(saved: dict[str, Any], path: Path) -> Tokenizer:

@@ -175,14 +175,20 @@ def undone(model: nn.Module, optimizer: Any) -> Iterator[None]:
     calls its closure. If the block changed parameters in place, it prints a note."""
     before = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
     empty = [(m, name) for m in model.modules() for name, b in m._buffers.items() if b is None]
+    names = {name for name, _ in model.named_parameters()}
     versions = {p: p._version for p in model.parameters() if not p.is_inference()}
     found = [x for x in gc.get_objects() if issubclass(type(x), torch.Tensor) and x.is_leaf]
     trained = [x for x in found if x.requires_grad and x.grad is None]
     try:
         with mock.patch.object(optimizer, "step", lambda closure=None: closure and closure()):
             yield
-        named = model.named_parameters()
-        changed = [n for n, p in named if p in versions and p._version != versions[p]]
+        named = dict(model.named_parameters())
+        if new := named.keys() - names:
+            raise UserError(
+                f"{min(new)} was created in a forward pass, so it would not be trained: create "
+                "parameters in __init__"
+            )
+        changed = [n for n, p in named.items() if p in versions and p._version != versions[p]]
         if changed:
             print(
                 f"note: the trial step, on a batch of zeros, has changed {', '.join(changed[:5])}: "

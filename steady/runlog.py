@@ -85,7 +85,7 @@ class RunLog:
             derived = type(default) is int and default == value == 0
             if config[name] != default and not derived:
                 shown.append(f"{name}={config[name]}")
-        text = "settings " + (", ".join(shown) or "all at their defaults")
+        text = "settings that differ from the defaults: " + (", ".join(shown) or "none")
         self.line(textwrap.fill(text, 100, subsequent_indent="  ", break_on_hyphens=False))
         from model import GPTConfig  # here: model.py may import this file
 

@@ -159,6 +159,8 @@ class Saving:
         if self.process.dtype == torch.float16:
             remedy += ", or with dtype=bfloat16"
         if not all(math.isfinite(x) for name, x in losses.items() if name.endswith("loss")):
+            if not iter_num and not self.path.exists():  # before any step
+                remedy = "look for the cause in model.py's forward pass or initial weights"
             found = " and ".join(f"{name} {loss}" for name, loss in losses.items())
             raise Diverged(f"{found} at iteration {iter_num}: not finite; {remedy}")
         if skipped is None:

@@ -687,8 +687,8 @@ def load_tokenizer(name: str, special_tokens: bool = False) -> Tokenizer:
         return tokenizer
     if name not in ("gpt2", "byte"):
         raise UserError(
-            f"unknown tokenizer={name!r}: use gpt2, byte or hf:PATH_OR_HUB_ID "
-            "(data/text/prepare.py also takes char, bpe:SIZE (bpe:8192) and run:FOLDER)"
+            f"unknown tokenizer={name!r}: use gpt2, byte or hf:PATH_OR_HUB_ID, or with "
+            "data/text/prepare.py char, bpe:SIZE (bpe:8192) or run:FOLDER"
         )
     return from_meta({"tokenizer": name, "special_tokens": special_tokens})
 

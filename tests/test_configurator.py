@@ -58,7 +58,7 @@ def test_a_setting_may_have_any_default_with_a_plain_value(tmp_path, monkeypatch
     exec(path.read_text(), namespace)
     assert namespace["dtype"] == "float32"
     monkeypatch.setattr(sys, "argv", [str(path), "--folder=here"])
-    with pytest.raises(ValueError, match="unknown setting '--folder=.*lists all .*plain value"):
+    with pytest.raises(ValueError, match="unknown setting '--folder=.*lists all .*name = value"):
         exec(path.read_text(), namespace)
 
 
@@ -157,6 +157,18 @@ def test_imports_of_a_config_file_are_no_settings_and_leave_no_trace(settings, t
     with pytest.raises(UserError, match="ZeroDivisionError"):
         resolve(settings, [str(file)])
     assert sys.path == before
+
+
+def test_help_shows_the_values_of_config_files(run):
+    shown = run("train.py", "config/train_gpt2_muon.py", "--help")
+    assert "--max_iters=640 " in shown and "--optimizer=muon " in shown
+
+
+def test_words_and_folders_in_the_place_of_others_are_named(settings, tmp_path):
+    with pytest.raises(UserError, match="init_from='Resum', did you mean 'resume'"):
+        check_values({"init_from": "Resum"})
+    with pytest.raises(UserError, match=f"not a config file .a run: --out_dir={tmp_path}"):
+        resolve(settings, [str(tmp_path)])
 
 
 def test_checks_of_values_leave_out_what_does_not_apply(tmp_path, monkeypatch):

@@ -1138,6 +1138,15 @@ def test_an_optimizer_with_a_closure_trains(student, sums, tmp_path):
     assert "the trial step" not in shown and len({*losses(tmp_path / "out")}) == 3
 
 
+def test_a_parameter_that_forward_creates_is_refused(student, sums, tmp_path):
+    """It would not be trained, and the checkpoint could be neither sampled nor resumed."""
+    line = "        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))"
+    new = "        if not hasattr(self, 'late'):\n            self.late = nn.Linear(1, 1)\n"
+    copy = edited(Edit(((line, new + line),)), tmp_path / "copy")
+    with pytest.raises(ValueError, match="mlp.late.bias was created in a forward pass.*__init__"):
+        student(copy, "train.py", *SETTINGS, f"--dataset={sums}", f"--out_dir={tmp_path / 'out'}")
+
+
 def test_what_the_trial_step_changes_in_parameters_is_named(student, sums, tmp_path):
     edit = Edit(
         (in_gpt("self.bias = nn.Parameter(torch.zeros(4), requires_grad=False)"),

@@ -1558,7 +1558,7 @@ def little_text(folder, prepare, train):
 
 def an_unknown_tokenizer(folder, prepare, train):
     prepare["--tokenizer"] = "characters"
-    yield "unknown tokenizer='characters': use gpt2, byte or hf:.* also takes char, bpe:SIZE"
+    yield "unknown tokenizer='characters': use gpt2, byte or hf:.* char, bpe:SIZE"
     prepare["--tokenizer"] = "char"
 
 

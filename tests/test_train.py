@@ -428,6 +428,14 @@ def test_f19_a_signal_during_an_evaluation_saves_no_ruined_weights(
     assert (tmp_path / "ckpt.pt").read_bytes() == good
 
 
+def test_f19_a_loss_that_is_not_finite_before_any_step_is_the_models(
+    run, sums, tmp_path, monkeypatch
+):
+    poison(monkeypatch, 1)
+    with pytest.raises(ValueError, match="nan at iteration 0: not finite; look .* in model.py's"):
+        train(run, tmp_path, sums, "--eval_interval=0")
+
+
 def test_f57_a_metric_of_your_own_may_be_infinite(run, sums, tmp_path, monkeypatch):
     finite = Saving.require_finite
 
@@ -955,8 +963,8 @@ def test_the_log_names_what_differs_from_the_defaults_and_the_checkpoint_has_all
     config = checkpoint.load(tmp_path / "ckpt.pt")["config"]
     defaults = read_settings(ROOT / "train.py")
     assert config.keys() == defaults.keys() and config["learning_rate"] == 1e-2
-    line = shown[shown.index("settings ") :].replace("\n  ", " ").splitlines()[0]
-    named = dict(part.split("=", 1) for part in line.removeprefix("settings ").split(", "))
+    line = shown[shown.index("settings that") :].replace("\n  ", " ").splitlines()[0]
+    named = dict(part.split("=", 1) for part in line.partition(": ")[2].split(", "))
     assert named.items() >= {"learning_rate": "0.01", "n_layer": "2"}.items()
     for key, value in named.items():
         assert str(config[key]) == value != str(defaults[key].default)
