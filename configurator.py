@@ -264,7 +264,7 @@ def run_config_file(
             f"there is no config file {path!r}{near} (a setting is written --key=value)"
         )
     if os.path.isdir(path):
-        raise UserError(f"{path} is a folder, not a config file (a run: --out_dir={path})")
+        raise UserError(f"{path} is a folder, not a file (a run: --out_dir={path})")
     require_file(Path(path))
     source = Path(path).read_bytes()
     namespace = {name: setting.default for name, setting in ignored.items()}

@@ -96,7 +96,7 @@ backend = "auto"  # for torch.distributed: auto, nccl, gloo
 config = configure(globals())
 # code that computes settings from others belongs here; all functions see its results
 config |= {name: globals()[name] for name in config}
-asked = dict(config)  # `config` gets a loaded model's sizes; `asked` keeps yours
+asked = dict(config)  # as given; `config` gets a loaded model's sizes
 
 # -----------------------------------------------------------------------------
 # this process: rank, device, dtype, how to compile
@@ -192,7 +192,7 @@ def forward_backward(model: torch.nn.Module, micro_batches: Iterable, halve: boo
             torch.compiler.cudagraph_mark_step_begin()  # lets graphs reuse memory
         with autocast:
             micro_loss = model(tokens, targets) * share
-        with own_gradients(raw_model, plan.cuda_graphs):  # a graph's next replay overwrites its own
+        with own_gradients(raw_model, plan.cuda_graphs):  # a CUDA graph's replay overwrites them
             scaler.scale(micro_loss).backward()
         loss += micro_loss.detach()
     return loss
@@ -289,7 +289,7 @@ saving = Saving(ckpt_path, training_state, process, not eval_only, fit.memory_fl
 with saving:  # from here on a signal ends the run after its step; before, at once
     stopping = stop_request.stop_requested()
     while not stopping:
-        torch.manual_seed(hash((iter_num, seed)))  # a resumed run draws the same numbers here
+        torch.manual_seed(hash((iter_num, seed)))  # the same after a resume; not those below
         # ---- learning rate: warm-up, then cosine or wsd -----------------------
         lr = optim.set_schedule(opt, iter_num, config)
 

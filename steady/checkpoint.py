@@ -142,7 +142,7 @@ def save(
         local = distributed.local_shards([value])[0]
         # tied weights count once, also in a process that has none of their rows
         memory = local.untyped_storage().data_ptr() or id(value), local.storage_offset()
-        key = *memory, value.shape, local.stride(), value.dtype
+        key = *memory, value.shape, local.stride(), value.dtype, local.is_conj(), local.is_neg()
         with without_data:
             return records.setdefault(key, (value, torch.empty(value.shape, dtype=value.dtype)))[1]
 

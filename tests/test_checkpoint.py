@@ -517,3 +517,29 @@ def test_numpys_numbers_are_saved_as_pythons(tmp_path):
     checkpoint.save(tmp_path / "ckpt.pt", content)
     saved = torch.load(tmp_path / "ckpt.pt", weights_only=True)
     assert (saved["smooth"], saved["more"]) == (0.5, [3, (True,)])
+
+
+def test_views_of_one_memory_are_saved_apart(tmp_path):
+    x = torch.arange(4.0)
+    square, complex_ = x.view(2, 2), torch.view_as_complex(x.view(2, 2))
+    pairs = [(square, square.t()), (x[:2], x), (x, x.view(torch.int32)), (x, torch._neg_view(x))]
+    for a, b in [*pairs, (complex_, complex_.conj())]:
+        checkpoint.save(tmp_path / "c.pt", {"a": a, "b": b})
+        found = checkpoint.read(tmp_path / "c.pt")["b"]
+        assert torch.equal(found, b) and found.dtype == b.dtype
+
+
+def test_float16_weights_with_a_large_sum_are_finite():
+    checkpoint.check_finite({"w": torch.full((4,), 60000.0, dtype=torch.float16)}, Path("x"))
+
+
+def test_odd_values_in_checkpoints(tmp_path):
+    found = checkpoint.as_saved({"best_val_loss": 3})["best_val_loss"]
+    assert type(found) is float
+    assert checkpoint.tensors_in({"a": {torch.zeros(2)}})
+    quantized = torch.quantize_per_tensor(torch.randn(3), 0.1, 0, torch.qint8)
+    with pytest.raises(UserError, match="not dense"):
+        checkpoint.require_plain({"x": quantized}, Path("x"))
+    torch.save({"format": torch.tensor([1, 1])}, tmp_path / "a.pt")
+    with pytest.raises(UserError, match="is not a steadyGPT"):
+        checkpoint.read(tmp_path / "a.pt")

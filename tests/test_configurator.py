@@ -167,7 +167,7 @@ def test_help_shows_the_values_of_config_files(run):
 def test_words_and_folders_in_the_place_of_others_are_named(settings, tmp_path):
     with pytest.raises(UserError, match="init_from='Resum', did you mean 'resume'"):
         check_values({"init_from": "Resum"})
-    with pytest.raises(UserError, match=f"not a config file .a run: --out_dir={tmp_path}"):
+    with pytest.raises(UserError, match=f"not a file .a run: --out_dir={tmp_path}"):
         resolve(settings, [str(tmp_path)])
 
 

@@ -616,3 +616,30 @@ runpy.run_path("data/text/prepare.py", run_name="__main__")
 """
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
     assert read_meta(tmp_path)["vocab_size"] == 257
+
+
+@pytest.mark.parametrize("error", [MemoryError(), OSError(5, "input/output error")])
+def test_a_fault_of_the_machine_is_no_bad_row(error):
+    class Broken(ByteTokenizer):
+        def encode_between(self, before, text, after):
+            raise error
+
+    with pytest.raises(type(error)):
+        hub.encode_batch(Broken(), [hub.Piece("train", "a", "document 1")])
+
+
+def test_a_tokenizer_of_ones_own_gets_no_empty_document():
+    class Own:
+        vocab_size, begin_of_text, end_of_text, stop_tokens = 257, None, None, []
+
+        def encode(self, text):
+            return [256, *text.encode()]
+
+    assert hub.encode_document(Own(), hub.Piece("train", "", "document 1")) == ([], 0)
+
+
+def test_meta_json_of_others_beside_a_pickle_stays(tmp_path):
+    (tmp_path / "meta.pkl").touch()
+    (tmp_path / "meta.json").write_text("{}")
+    with pytest.raises(UserError, match="belongs to no data set"):
+        hub.refuse_foreign_files(tmp_path)

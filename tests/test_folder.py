@@ -170,3 +170,15 @@ def test_earlier_run_is_moved_aside_not_overwritten(tmp_path, capsys):
     (tmp_path / "ckpt.pt").write_text("run 15")
     folder.archive_previous_run(tmp_path)
     assert list(folder.archives(tmp_path)) == [11, 15]
+
+
+def test_an_archive_that_was_moved_and_linked_is_not_removed(tmp_path):
+    out, moved = tmp_path / "out", tmp_path / "moved"
+    out.mkdir()
+    for n in range(4):
+        (out / "ckpt.pt").touch()
+        folder.archive_previous_run(out)
+        if n == 0:
+            (out / "previous").rename(moved)
+            (out / "previous").symlink_to(moved)
+    assert (moved / "ckpt.pt").exists() and list(folder.archives(out)) == [1, 3, 4]

@@ -142,3 +142,18 @@ def test_memory_limits_of_all_groups_around_this_process_count(tmp_path, describ
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(limit)
     assert sorted({*hardware.cgroup_limits(tmp_path)}) == found
+
+
+@pytest.mark.parametrize("n", ["x", "0"])
+def test_a_strange_local_world_size(monkeypatch, n):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", n)
+    assert hardware.available_memory_gib(torch.device("cpu")) > 0
+
+
+def test_limits_of_a_root_group_and_of_groups_with_names_of_any_bytes(tmp_path):
+    (tmp_path / "sys/fs/cgroup").mkdir(parents=True)
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "sys/fs/cgroup/memory.max").write_text("5\n")
+    assert hardware.cgroup_limits(tmp_path) == [5]
+    (tmp_path / "proc/self/cgroup").write_bytes(b"0::/\xff\n")
+    assert 5 in hardware.cgroup_limits(tmp_path)

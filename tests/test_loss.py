@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from steady.loss import linear_cross_entropy
+from steady.loss import LinearCrossEntropy, linear_cross_entropy
 
 
 def inputs(n, c, v, dtype, ignored=()):
@@ -186,3 +186,19 @@ def test_f14_largest_tensor_is_one_chunk():
         sizes[name] = largest.size
     assert sizes["plain"] == n * v
     assert sizes["ours"] == 50 * v
+
+
+def test_a_head_with_a_forward_of_its_own_is_used():
+    head = torch.nn.Linear(8, 16, bias=False)
+    plain = head.forward
+    head.forward = lambda x: 2 * plain(x)
+    x, targets = torch.randn(4, 8), torch.zeros(4, dtype=torch.int64)
+    found = LinearCrossEntropy()(x, head, targets)
+    torch.testing.assert_close(found, F.cross_entropy(head(x), targets))
+
+
+def test_a_second_target_needs_rows():
+    layer, targets = LinearCrossEntropy(), torch.zeros(4, dtype=torch.int64)
+    layer.share = torch.tensor(0.5)
+    with pytest.raises(ValueError, match="second_target needs targets"):
+        layer(torch.randn(4, 8), torch.nn.Linear(8, 16, bias=False), targets)

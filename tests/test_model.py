@@ -807,3 +807,17 @@ def test_logits_are_found_beside_a_loss(loss):
         logits_of(lambda _: {"hidden": beside["hidden"]}, None)
     with pytest.raises(ValueError, match="sampling needs logits"):
         logits_of(lambda _: logits[0], None)  # a classifier's
+
+
+@torch.no_grad()
+def test_edges_of_sampling(capsys):
+    start = torch.zeros(2, 1, dtype=torch.int64)
+    model = GPT(GPTConfig(block_size=1, vocab_size=16, n_layer=1, n_head=2, n_embd=16)).eval()
+    assert generate(model, start, 3, temperature=0.0).shape == (2, 4)
+    # a tokenizer with more tokens than the model
+    model = GPT(GPTConfig(block_size=8, vocab_size=16, n_layer=1, n_head=2, n_embd=16)).eval()
+    generate(model, start, 3, vocab_size=20)
+    assert not capsys.readouterr().err
+    assert generation.probe_tokens(64, 2).max() < 2
+    assert not generation.same_logits(torch.zeros(1), torch.zeros(4), 1e-3)
+    assert generation.same_logits(torch.full((8,), 1.0), torch.full((8,), 1.0000001), 1e-3)

@@ -8,6 +8,7 @@ from torch import nn
 
 from model import GPT, GPTConfig
 from steady import checkpoint, muon, optim
+from steady.loss import LinearCrossEntropy
 from steady.optim import (
     AveragedWeights,
     build_optimizer,
@@ -874,3 +875,57 @@ def test_the_second_targets_weight_falls_to_zero_by_mid_run_in_the_same_tensor()
     with pytest.raises(ValueError, match="use --second_target=0"):
         set_second_target(nn.Linear(2, 2), 0, config)
     set_second_target(nn.Linear(2, 2), 0, config | {"eval_only": True})
+
+
+MUON = {"optimizer": "muon", "learning_rate": 0.1, "weight_decay": 0.1}
+
+
+def with_blocks(*blocks):
+    model = nn.Module()
+    model.blocks = nn.ModuleList(blocks)
+    return model
+
+
+def test_empty_matrices_are_no_obstacle():
+    model = with_blocks(nn.Linear(4, 0, bias=False), nn.Linear(4, 4, bias=False))
+    optimizer = optim.build_optimizer(model, MUON)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    before = model.blocks[1].weight.clone()
+    optimizer.step()
+    assert not torch.equal(model.blocks[1].weight, before)
+    parameters = nn.ParameterList([torch.zeros(0, 4), torch.zeros(2)])
+    optimizer = optim.build_optimizer(parameters, {"learning_rate": 0.1})
+    optim.load_state(optimizer, optimizer.state_dict())
+
+
+def test_heads_that_do_not_divide_the_rows_are_not_separated():
+    model = with_blocks(nn.Linear(4, 6, bias=False))
+    model.blocks[0].head_dim = 4
+    optimizer = optim.build_optimizer(model, MUON)
+    model.blocks[0].weight.grad = torch.randn(6, 4)
+    optimizer.step()
+
+
+def test_a_frozen_model_is_evaluated_with_muons_settings():
+    model = with_blocks(nn.Linear(4, 4)).requires_grad_(False)
+    optim.build_optimizer(model, MUON | {"eval_only": True})
+
+
+def test_a_group_that_this_run_adds_needs_nothing_saved():
+    parameters = nn.ParameterList([torch.zeros(2)])
+    optimizer = optim.build_optimizer(parameters, {"learning_rate": 0.1})
+    saved = optimizer.state_dict()
+    optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(3))]})
+    optim.load_state(optimizer, saved)
+
+
+def test_edges_of_schedules():
+    late = {"learning_rate": 1.0, "max_iters": 10, "warmup_iters": 9, "lr_schedule": "wsd",
+            "decay_fraction": 0.5}  # fmt: skip
+    assert optim.decay_start(late) == 9 and optim.learning_rate_at(9, late) == 1.0
+    none = {"learning_rate": 0.1, "max_iters": 0, "lr_decay_iters": 20, "warmup_iters": 0}
+    assert optim.schedule_note(none) is None
+    model = nn.ParameterList([torch.zeros(1)])
+    model.cross_entropy = LinearCrossEntropy()
+    optim.set_second_target(model, 0, {"second_target": 0.5, "max_iters": 0})

@@ -65,7 +65,7 @@ def in_gpt(line):
 
 OPTIMIZER = "opt = optim.build_optimizer(raw_model, config, plan.compiled, process.dtype)"
 BACKWARD = """\
-        with own_gradients(raw_model, plan.cuda_graphs):  # a graph's next replay overwrites its own
+        with own_gradients(raw_model, plan.cuda_graphs):  # a CUDA graph's replay overwrites them
             scaler.scale(micro_loss).backward()"""
 UNSCALE = "        scaler.unscale_(opt)"
 

@@ -3,7 +3,7 @@ import time
 
 import numpy as np
 import pytest
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import AddedToken, ByteLevelBPETokenizer, Tokenizer, models, pre_tokenizers
 
 from steady import UserError
 from steady.tokenizer import (
@@ -239,3 +239,24 @@ def test_an_odd_config_beside_a_tokenizer_is_one_line(tmp_path, content, message
     (tmp_path / "config.json").write_text(content)
     with pytest.raises(ValueError, match=f"config.json.* {message}"):
         load_tokenizer(name)
+
+
+def test_a_begin_token_in_a_vocabulary_is_no_text():
+    names = ["<unk>", "</s>", "<s>", "<", "/", "s", ">", "x"]
+    made = Tokenizer(models.Unigram([(name, -float(i > 2)) for i, name in enumerate(names)], 0))
+    found = HFTokenizer(made.to_str(), end_of_text=1, begin_of_text=2)
+    assert not {1, 2} & {*found.encode("<s>x</s>")}
+
+
+def test_an_end_that_takes_the_spaces_after_it():
+    made = ByteLevelBPETokenizer()
+    made.train_from_iterator(["the hen then"], 300, min_frequency=0, show_progress=False)
+    made.add_special_tokens([AddedToken("</s>", rstrip=True)])
+    found = HFTokenizer(made.to_str(), end_of_text=made.token_to_id("</s>"))
+    assert encode_prompt(found, "the</s> hen") == made.encode("the</s> hen").ids
+
+
+def test_an_added_end_beyond_a_unigrams_vocabulary():
+    made = Tokenizer(models.Unigram([("<unk>", 0.0), *((c, -1.0) for c in "</s>")], 0))
+    made.add_special_tokens(["</s>"])
+    assert HFTokenizer(made.to_str(), end_of_text=5).encode("</s>") == [1, 2, 3, 4]
