@@ -28,14 +28,13 @@ from steady.runlog import read_json_lines, read_metrics, training_clock
 # the plot
 png = "runs.png"  # file to write
 x = "iter"  # horizontal axis: iter, tokens, or time (training steps only)
-y = "loss"  # vertical axis: loss, or bpb (bits per byte of validation text)
+y = "loss"  # vertical axis: loss, bpb (bits per byte), or another number in metrics.jsonl
 reference = 0.0  # draw a line at this loss, such as that of token frequencies; 0: none
 smooth = 0.05  # average the training loss over this fraction of a run; 0: no smoothing
 
 paths = [argument for argument in sys.argv[1:] if not argument.startswith("-")]
 sys.argv = [sys.argv[0], *(argument for argument in sys.argv[1:] if argument.startswith("-"))]
-configure(globals(), positional="OUT_DIR",
-          choices={"x": ("iter", "tokens", "time"), "y": ("loss", "bpb")})  # fmt: skip
+configure(globals(), positional="OUT_DIR", choices={"x": ("iter", "tokens", "time")})
 png += "" if Path(png).suffix else ".png"
 
 if not paths:
@@ -52,6 +51,8 @@ def read_runs(path: Path) -> list[dict[str, Any]]:
     file = path / "metrics.jsonl" if not path.is_file() else path
     entries = read_json_lines(file)
     if entries and all("curve" in entry for entry in entries):
+        if y != "loss":
+            raise UserError(f"{file} has only validation losses: use --y=loss")
         curves = [e["curve"] for e in entries]
         whole = all(isinstance(curve, list) and curve and all(
             isinstance(point, dict) and are_numbers(point, "iter", "val_loss", "seconds", "tokens")
@@ -119,7 +120,7 @@ def unit(largest: float) -> tuple[float, str]:
     return 1, "tokens" if x == "tokens" else label.format("seconds")
 
 
-value = {"loss": "val_loss", "bpb": "val_bpb"}[y]
+value = {"loss": "val_loss", "bpb": "val_bpb"}.get(y, y)
 names = shortest_names([Path(path) for path in paths])
 runs = [run for path in names for run in read_runs(path)]
 if not runs:
@@ -164,7 +165,8 @@ for run in runs:
             color=color, marker="." if len(evaluations) <= 40 else None,
             label=(f"{name}: validation" if both else name) if first else None,
         )  # fmt: skip
-        tops.append(max([evaluations[0][value], *(loss[len(loss) // 20 :] if both else [])]))
+        if y in ("loss", "bpb"):
+            tops.append(max([evaluations[0][value], *(loss[len(loss) // 20 :] if both else [])]))
 ends = [run["evaluations"][-1]["val_loss"] for run in runs if run["peer"]]
 if ends:
     losses.axhline(min(ends), color="0.4", linestyle=":", linewidth=1, zorder=0,
@@ -178,7 +180,7 @@ if tops and max(tops) > losses.dataLim.y0:
     losses.set_ylim(lowest - 0.05 * (max(tops) - lowest), max(tops) + 0.05 * (max(tops) - lowest))
 titles = {"loss": "loss (nats per token)" if logs else "validation loss (nats per token)",
           "bpb": "bits per byte of validation text"}  # fmt: skip
-losses.set_ylabel(titles[y])
+losses.set_ylabel(titles.get(y, y))
 handles, labels = losses.get_legend_handles_labels()
 if len(labels) <= 8:
     losses.legend(frameon=False)

@@ -24,6 +24,7 @@ from model import GPT, GPTConfig
 from steady import UserError, checkpoint, hardware, visible
 from steady.folder import naming, require_file
 from steady.generate import generate, require_room
+from steady.output import waiting
 from steady.tokenizer import encode_prompt
 
 # checkpoint
@@ -102,6 +103,7 @@ def stream(new: torch.Tensor) -> bool:
     new: (num_samples,). Returns whether all samples have ended.
     """
     global printed
+    next(progress, None)
     if num_samples == 1:
         ids.append(new.item())
         text = text_of(ids)
@@ -119,6 +121,7 @@ evaluated = math.isfinite(saved["best_val_loss"])
 print(f"# loaded {path}: {model.num_params():,} parameters, iteration {saved['iter_num']}, "
       + (f"{best} {saved['best_val_loss']:.4f}" if evaluated else "not evaluated yet"),
       file=sys.stderr)  # fmt: skip
+progress = iter(waiting(range(max_new_tokens), max_new_tokens, "sampling", num_samples == 1))
 began = time.perf_counter()
 with autocast:
     samples = generate(
@@ -127,6 +130,7 @@ with autocast:
         on_token=stream, cuda_graph=device.type == "cuda",
     )  # fmt: skip
 seconds = max(time.perf_counter() - began, 1e-9)
+list(progress)  # ends the bar
 if num_samples == 1:
     text = text_of(ids)
     changed = "" if text.startswith(printed) else "\n"  # a decoder may replace text

@@ -71,6 +71,16 @@ def test_lines_of_another_kind_are_left_out(run, tmp_path):
     assert "wrote" in run("plot.py", tmp_path / "out", f"--png={tmp_path / 'runs.png'}")
 
 
+def test_numbers_of_ones_own_are_drawn(run, tmp_path):
+    pytest.importorskip("matplotlib")
+    write(tmp_path / "out", 20)
+    with open(tmp_path / "out" / "metrics.jsonl", "a", encoding="utf-8") as file:
+        file.write('{"iter": 5, "accuracy": 0.25}\n{"iter": 15, "accuracy": 0.5}\n')
+    for y in ("accuracy", "ms"):
+        shown = run("plot.py", tmp_path / "out", f"--y={y}", f"--png={tmp_path}/{y}.svg")
+        assert "wrote" in shown and y in (tmp_path / f"{y}.svg").read_text(encoding="utf-8")
+
+
 def test_bad_input_is_one_line(run, tmp_path):
     pytest.importorskip("matplotlib")
     with pytest.raises(ValueError, match="no runs given"):
