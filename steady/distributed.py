@@ -413,7 +413,7 @@ def shard(model: nn.Module, process: Process) -> None:
     Raises UserError that names scalar parameters, which FSDP2 cannot shard, and tensors whose
     initial values are set in the model's code only.
     """
-    if not process.shards_model:  # AdamW needs dense memory; several processes do, too
+    if not process.shards_model:  # for AdamW, and so that one process trains as several do
         own_memory(model.parameters())
         if process.world_size > 1:
             for tensor in (*model.parameters(), *persistent_buffers(model)):

@@ -177,8 +177,8 @@ def undone(model: nn.Module, optimizer: Any) -> Iterator[None]:
     empty = [(m, name) for m in model.modules() for name, b in m._buffers.items() if b is None]
     names = {name for name, _ in model.named_parameters()}
     versions = {p: p._version for p in model.parameters() if not p.is_inference()}
-    found = [x for x in gc.get_objects() if issubclass(type(x), torch.Tensor) and x.is_leaf]
-    trained = [x for x in found if x.requires_grad and x.grad is None]
+    tensors = (x for x in gc.get_objects() if issubclass(type(x), torch.Tensor))
+    trained = [x for x in tensors if x.is_leaf and x.requires_grad and x.grad is None]
     try:
         with mock.patch.object(optimizer, "step", lambda closure=None: closure and closure()):
             yield

@@ -156,11 +156,11 @@ class Saving:
         """
         kept = f"{self.path} is kept: resume from it" if self.path.exists() else "start over"
         remedy = f"{kept} with a lower learning_rate"
+        if not iter_num and not self.path.exists():  # before any step
+            remedy = "look for the cause in model.py's forward pass or initial weights"
         if self.process.dtype == torch.float16:
-            remedy += ", or with dtype=bfloat16"
+            remedy += ", or use dtype=bfloat16"
         if not all(math.isfinite(x) for name, x in losses.items() if name.endswith("loss")):
-            if not iter_num and not self.path.exists():  # before any step
-                remedy = "look for the cause in model.py's forward pass or initial weights"
             found = " and ".join(f"{name} {loss}" for name, loss in losses.items())
             raise Diverged(f"{found} at iteration {iter_num}: not finite; {remedy}")
         if skipped is None:
