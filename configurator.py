@@ -183,7 +183,7 @@ def configure(
     settings |= read_settings(namespace["__file__"], namespace)
     ignores = read_settings(HERE / ignored) if ignored else {}
     if {"--help", "-h"} & set(sys.argv[1:]):
-        files = [argument for argument in sys.argv[1:] if argument.endswith(".py")]
+        files = [argument for argument in sys.argv[1:] if positional and argument.endswith(".py")]
         shown = resolve(settings, files, ignores)  # with the values of config files
         settings = {name: s._replace(default=shown[name]) for name, s in settings.items()}
         about = (namespace.get("__doc__") or "").partition("\n\n")[0]
@@ -272,11 +272,11 @@ def run_config_file(
     folder = os.path.dirname(os.path.abspath(path))
     sys.path.insert(0, folder)  # for `from base import *`
     # a base may have the name of a module that is loaded already, such as model.py
-    files = {file.stem: str(file) for file in Path(folder).glob("*.py")}
-    loaded = {n: getattr(sys.modules.get(n), "__file__", None) for n in files}
-    real = os.path.realpath
-    others = [n for n, file in loaded.items() if file and real(file) != real(files[n])]
-    shadowed = {name: sys.modules.pop(name) for name in others}
+    shadowed = {}
+    for file in Path(folder).glob("*.py"):
+        loaded = getattr(sys.modules.get(file.stem), "__file__", None)
+        if loaded and os.path.realpath(loaded) != os.path.realpath(file):
+            shadowed[file.stem] = sys.modules.pop(file.stem)
     before = set(sys.modules)
     try:
         exec(compile(source, path, "exec"), namespace)

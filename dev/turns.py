@@ -57,7 +57,7 @@ FIGURES = ("tokens/s", "ms per step", "spread", "peak memory", "first step")
 
 
 def time_ours(folder: str) -> dict[str, Any]:
-    """Run bench.py of a checkout of this project, and read what it prints."""
+    """Run bench.py of a checkout of this project, and read its output."""
     done = subprocess.run(
         [sys.executable, "bench.py", *rest], cwd=folder, capture_output=True, text=True
     )

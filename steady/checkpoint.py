@@ -353,7 +353,7 @@ def peek(path: Path, key: str, default: Any = None) -> Any:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """Load what `save` wrote to `path` to the CPU: only tensors and plain values, so no code runs.
+    """Load a checkpoint from `path` to the CPU: only tensors and plain values, so no code runs.
 
     Raises UserError if it is missing, damaged or not a steadyGPT checkpoint.
     """

@@ -465,7 +465,7 @@ def drawn_layers(model: nn.Module) -> dict[str, nn.Module]:
 def initialized_groups(model: nn.Module, device: torch.device) -> Iterator[list[nn.Module]]:
     """Yield each of the `fsdp_groups` of a model on the meta device, once its tensors are on
     `device` with their initial values."""
-    undrawn = dict(drawn_layers(model))
+    undrawn = drawn_layers(model)
     for modules in fsdp_groups(model):
         for module in modules:
             materialize(module, device)

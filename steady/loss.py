@@ -30,7 +30,7 @@ def kernels_work() -> bool:
     return triton is not None and _small_kernel_works()
 
 
-# as torch.compiler.assume_constant_result does, without importing the compiler: not to be traced
+# torch.compile calls it instead of tracing it (assume_constant_result would import the compiler)
 kernels_work._dynamo_marked_constant = True
 
 
@@ -105,7 +105,7 @@ class LinearCrossEntropy(nn.Module):
             weight, bias = head.weight, head.bias
             if self.sampler is not None and self.training and torch.is_grad_enabled():
                 weight, bias, targets = self.sampler(weight, bias, targets)
-            if bias is not None:  # as 8 more features of 1, with an eighth each
+            if bias is not None:  # it becomes 8 features of value 1, with an eighth each
                 hidden, weight = F.pad(hidden, (0, 8), value=1.0), F.pad(weight, (0, 8))
                 weight[:, -8:] = bias[:, None] / 8
             return linear_cross_entropy(hidden, weight, targets, share=self.share)

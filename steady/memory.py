@@ -175,15 +175,15 @@ def undone(model: nn.Module, optimizer: Any) -> Iterator[None]:
     calls its closure. If the block changed parameters in place, it prints a note."""
     before = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
     empty = [(m, name) for m in model.modules() for name, b in m._buffers.items() if b is None]
-    names = {name for name, _ in model.named_parameters()}
-    versions = {p: p._version for p in model.parameters() if not p.is_inference()}
+    parameters = dict(model.named_parameters())
+    versions = {p: p._version for p in parameters.values() if not p.is_inference()}
     tensors = (x for x in gc.get_objects() if issubclass(type(x), torch.Tensor))
     trained = [x for x in tensors if x.is_leaf and x.requires_grad and x.grad is None]
     try:
         with mock.patch.object(optimizer, "step", lambda closure=None: closure and closure()):
             yield
         named = dict(model.named_parameters())
-        if new := named.keys() - names:
+        if new := named.keys() - parameters.keys():
             raise UserError(
                 f"{min(new)} was created in a forward pass, so it would not be trained: create "
                 "parameters in __init__"

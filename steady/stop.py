@@ -70,7 +70,7 @@ class StopRequest:
         typed = first and signum == signal.SIGINT and self.process.world_size == 1
         # the next Ctrl-C must not raise here: that could deadlock the reader thread
         signal.signal(signal.SIGINT, signal.SIG_DFL if typed else self.receive)
-        if first and self.process.master:  # print may be what the signal has interrupted
+        if first and self.process.master:  # the signal may have interrupted a print
             again = b"; Ctrl-C again stops at once" if typed else b""
             output.SafeStream(1, 2).write(b"\nstopping and saving" + again + b"\n")
 
